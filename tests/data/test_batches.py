@@ -93,35 +93,6 @@ def test_an_order_is_stable() -> None:
 
 
 @settings(max_examples=30)
-@given(segment_sizes, contexts, st.integers(1, 40), seeds)
-def test_batches_of_any_size_draw_the_same_windows(
-    sizes: list[int], context: int, batch_size: int, seed: int
-) -> None:
-    tokens = counted(*sizes)
-    assume(sum(size for size in sizes if size > 1) > context)
-    one = Batches(tokens, context=context, batch_size=1, seed=seed)
-    many = Batches(tokens, context=context, batch_size=batch_size, seed=seed)
-    found = [window for batch in islice(many, 3) for window in windows(batch)]
-    assert found == [w for batch in islice(one, 3 * batch_size) for w in windows(batch)]
-    assert many.position == one.position == 3 * batch_size
-    assert many.epoch == many.position / many.num_windows
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 10**12))
-def test_a_restored_position_resumes_exactly(position: int) -> None:
-    tokens = counted(333, 20)
-    one, other = (Batches(tokens, context=16, batch_size=5, seed=1) for _ in range(2))
-    one.position = position
-    next(one)
-    other.position = one.position
-    assert one.position == position + 5
-    for batch, again in islice(zip(one, other), 6):
-        assert torch.equal(batch.inputs_BT, again.inputs_BT)
-        assert torch.equal(batch.targets_BT, again.targets_BT)
-
-
-@settings(max_examples=30)
 @given(segment_sizes, contexts, st.integers(1, 7))
 def test_validation_without_a_limit_has_every_token_once(
     sizes: list[int], context: int, batch_size: int
@@ -155,27 +126,3 @@ def test_fewer_tokens_than_a_sequence_are_refused() -> None:
         with pytest.raises(DataError, match=message):
             validation_batches(tokens, context=64, batch_size=1, max_batches=1)
     assert Batches(counted(30, 35), context=64, batch_size=1, seed=0).num_windows == 2
-
-
-@settings(max_examples=30)
-@given(st.integers(40, 200), st.integers(1, 9), st.integers(1, 5), st.integers(0, 9))
-def test_the_parts_of_all_ranks_are_the_batch(
-    num_tokens: int, batch_size: int, parts: int, seed: int
-) -> None:
-    tokens = Tokens([np.arange(num_tokens)], vocab_size=num_tokens)
-    sizes = {"context": 7, "batch_size": batch_size}
-    whole = Batches(tokens, **sizes, seed=seed)
-    shares = [Batches(tokens, **sizes, seed=seed, part=(i, parts)) for i in range(parts)]
-    for _ in range(3):
-        expected, found = next(whole), [next(share) for share in shares]
-        lengths = [len(part.inputs_BT) for part in found]
-        assert max(lengths) - min(lengths) <= 1
-        assert lengths == sorted(lengths, reverse=True)
-        assert torch.equal(torch.cat([part.inputs_BT for part in found]), expected.inputs_BT)
-        assert torch.equal(torch.cat([part.targets_BT for part in found]), expected.targets_BT)
-        assert {part.num_tokens for part in found} == {int((expected.targets_BT != IGNORE).sum())}
-        assert {share.position for share in shares} == {whole.position}
-    valid = {"max_batches": 3, **sizes}
-    divided = [list(validation_batches(tokens, **valid, part=(i, parts))) for i in range(parts)]
-    for expected, *found in zip(validation_batches(tokens, **valid), *divided, strict=True):
-        assert torch.equal(torch.cat([part.inputs_BT for part in found]), expected.inputs_BT)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from samo.data import examples as examples_module
 from samo.data.batches import IGNORE, Batch, Batches, validation_batches
@@ -21,6 +22,7 @@ from samo.data.tokens import Tokens
 from samo.errors import DataError
 from samo.integrations.tokenizers import ModelTokenizer
 from tests.data.model_tokenizer import BOS, END_OF_TURN, VOCAB_SIZE, save_model_tokenizer
+from tests.data.test_batches import counted
 from tests.pruning.language_models import language_model
 
 Sequence = tuple[tuple[int, int], ...]
@@ -92,9 +94,9 @@ def test_an_epoch_has_every_example_once_with_all_its_targets(
     batches.position = epoch * batches.num_windows
     found = list(islice(batches, batches.num_windows))
     assert sorted(flat(found)) == expected_of(shapes)
-    assert sum(batch.num_tokens for batch in found) == examples.num_targets
-    assert examples.num_targets == sum(learned for _, learned in shapes)
+    assert sum(batch.num_tokens for batch in found) == sum(learned for _, learned in shapes)
     assert all(batch.num_tokens == (batch.targets_BT != IGNORE).sum() for batch in found)
+    assert all(batch.num_read == (batch.inputs_BT != 0).sum() for batch in found)
     if not is_packed:
         assert batches.num_windows == len(examples)
         assert all(batch.positions_BT is None for batch in found)
@@ -102,27 +104,48 @@ def test_an_epoch_has_every_example_once_with_all_its_targets(
     assert sorted(flat(valid)) == expected_of(shapes)
 
 
-@settings(max_examples=30)
-@given(shapes, st.integers(1, 9), st.integers(1, 5), st.integers(0, 9), st.integers(0, 10**9))
-def test_parts_and_resumed_batches_equal_the_whole(
-    shapes: list[tuple[int, int]], batch_size: int, parts: int, seed: int, position: int
+texts = st.lists(st.integers(2, 80), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 20)
+kinds = st.one_of(
+    st.builds(examples_of, shapes, is_packed=st.booleans()),
+    texts.map(lambda sizes: counted(*sizes)),
+)
+
+
+def joined(batches: list[Batch]) -> list[Tensor]:
+    """Return the tensors of batches one after the other."""
+    found = [(b.inputs_BT, b.targets_BT, b.positions_BT) for b in batches]
+    return [torch.cat(parts) for parts in zip(*found) if parts[0] is not None]
+
+
+@settings(max_examples=60)
+@given(kinds, st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**32), st.integers(0, 10**12))
+def test_batches_of_any_size_part_and_position_have_the_same_windows(
+    data: Tokens | Examples, size: int, parts: int, seed: int, position: int
 ) -> None:
-    examples = examples_of(shapes)
-    sizes: dict[str, Any] = {"context": 20, "batch_size": batch_size, "seed": seed}
-    whole = Batches(examples, **sizes)
-    shares = [Batches(examples, **sizes, part=(i, parts)) for i in range(parts)]
-    resumed = Batches(examples_of(shapes), **sizes)
-    whole.position = position
-    for share in shares:
-        share.position = position
-    for number in range(3):
-        resumed.position = position + number * batch_size
-        expected, again, found = next(whole), next(resumed), [next(share) for share in shares]
-        for name in ("inputs_BT", "targets_BT", "positions_BT"):
-            assert torch.equal(getattr(expected, name), getattr(again, name))
-            joined = torch.cat([getattr(part, name) for part in found])
-            assert torch.equal(joined, getattr(expected, name))
-        assert {part.num_tokens for part in found} == {expected.num_tokens}
+    single = Batches(data, context=20, batch_size=1, seed=seed)
+    shares = [
+        Batches(data, context=20, batch_size=size, seed=seed, part=(i, parts)) for i in range(parts)
+    ]
+    for each in (single, *shares):
+        each.position = position
+    for number in range(1, 4):
+        resumed = Batches(data, context=20, batch_size=size, seed=seed)
+        resumed.position = shares[0].position
+        whole, ones = next(resumed), list(islice(single, size))
+        found = [next(share) for share in shares]
+        for batches in (ones, found):
+            assert all(map(torch.equal, joined(batches), joined([whole])))
+        lengths = [len(part.inputs_BT) for part in found]
+        assert lengths == sorted(lengths, reverse=True)
+        assert max(lengths) - min(lengths) <= 1
+        counts = {(part.num_tokens, part.num_read) for part in (whole, *found)}
+        assert counts == {(sum(b.num_tokens for b in ones), sum(b.num_read for b in ones))}
+        assert {each.position for each in (single, *shares)} == {position + number * size}
+    assert single.epoch == single.position / single.num_windows
+    valid: Any = {"context": 20, "batch_size": size, "max_batches": 3}
+    divided = [list(validation_batches(data, **valid, part=(i, parts))) for i in range(parts)]
+    for whole, *found in zip(validation_batches(data, **valid), *divided, strict=True):
+        assert all(map(torch.equal, joined(found), joined([whole])))
 
 
 def test_each_epoch_has_a_new_order() -> None:
@@ -163,12 +186,6 @@ def test_packing_wastes_little() -> None:
 def test_a_seed_chooses_which_examples_share_a_row() -> None:
     rows = {tuple(pack(np.full(20, 4), 8, seed)[0]) for seed in range(10)}
     assert len(rows) == 10
-
-
-def test_examples_longer_than_a_row_are_an_error_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="an example has 5 tokens to read, more than the 4 of a"):
-        Batches(examples_of([(2, 4)]), context=4, batch_size=1, seed=0)
-    assert Batches(examples_of([(2, 4)]), context=5, batch_size=1, seed=0).num_windows == 1
 
 
 # Splits and fingerprints

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from samo.data import json_lines
+from samo.data import rows
 from samo.data.examples import open_examples
 from samo.data.rows import Chat, Completion, Example, Text, is_example_file, read_examples
 from samo.errors import DataError
@@ -117,7 +117,7 @@ def test_a_file_that_is_not_json_lines_is_refused(
 def test_a_line_has_a_limit_and_is_not_read_beyond_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_lines, "_MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(rows, "_MAX_LINE_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps({"text": "x" * 88}).encode())  # 100 bytes
     assert read(path) == [Text("x" * 88)]

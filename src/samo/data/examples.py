@@ -57,8 +57,8 @@ class Examples:
     Example:
         >>> array = np.array([~5, 7, 1, END, ~5, ~6, 8, 1, END], dtype=np.int32)
         >>> examples = Examples([array], np.array([[0, 0, 3, 2], [0, 4, 8, 2]]), vocab_size=10)
-        >>> len(examples), examples.num_tokens, examples.num_targets
-        (2, 7, 4)
+        >>> len(examples), examples.num_tokens
+        (2, 7)
     """
 
     segments: Sequence[NDArray[np.int32]]  # the encoded files
@@ -75,11 +75,6 @@ class Examples:
     def num_tokens(self) -> int:
         """Tokens in all examples."""
         return int((self.spans_N4[:, 2] - self.spans_N4[:, 1]).sum())
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens to learn in all examples."""
-        return int(self.spans_N4[:, 3].sum())
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the examples, of many as `Tokens.fingerprint` does."""
@@ -119,11 +114,7 @@ class Examples:
         """Return the examples of rows with ``context`` tokens to read, as `pack` does."""
         if (context, seed) not in self._rows:
             sizes = self.spans_N4[:, 2] - self.spans_N4[:, 1] - 1
-            if sizes.max() > context:
-                raise ValueError(
-                    f"an example has {sizes.max():,} tokens to read, more than the {context:,} of "
-                    "a row; open the examples with this context"
-                )
+            assert sizes.max() <= context  # as they were opened
             alone = np.arange(len(self)), np.arange(len(self) + 1)
             self._rows[context, seed] = pack(sizes, context, seed) if self.is_packed else alone
         return self._rows[context, seed]

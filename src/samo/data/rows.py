@@ -4,21 +4,24 @@
 {"prompt": "...", "completion": "..."}                    the completion is learned
 {"messages": [{"role": "user", "content": "..."}, ...]}   the assistant's turns are learned
 
-A row with several of these is what stands lowest here; other columns are ignored. Errors name the
-file and the line.
+A row with several of these is what stands lowest here; other columns are ignored. Files may come
+from strangers; errors name the file and the line.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from samo.data import arrow_files, files, json_lines
+from samo.data import arrow_files, files
 from samo.errors import DataError
+from samo.utils import untrusted
 
 __all__ = ["Chat", "Completion", "Example", "Text", "is_example_file", "read_examples"]
 
 COLUMNS: Final = ("text", "prompt", "completion", "messages", "tools")
 
+_MAX_LINE_BYTES: Final = 2**26
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_SUFFIXES: Final = (".jsonl", ".ndjson", ".json")
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ACCEPTED: Final = "'text', 'prompt' and 'completion', or 'messages'"
@@ -77,7 +80,7 @@ def read_examples(path: Path) -> Iterator[tuple[str, Example]]:
     elif path.suffix == ".parquet":
         rows = arrow_files.parquet_rows(path, COLUMNS)
     else:
-        rows, unit = json_lines.json_rows(path), "line"
+        rows, unit = _json_rows(path), "line"
     is_empty = True
     for number, row in rows:
         is_empty = False
@@ -88,6 +91,45 @@ def read_examples(path: Path) -> Iterator[tuple[str, Example]]:
         yield f"data file '{path}', {unit} {number:,}", example
     if is_empty:
         raise DataError(f"data file '{path}' has no examples; a row has {_ACCEPTED}")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file with one JSON object a line, with their lines, from 1."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            # One line is held at a time, and of a longer one no more than the limit.
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                number += 1
+                if number == 1:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if line.strip():
+                    yield number, _parse(line, f"data file '{path}', line {number:,}")
+    except OSError as error:
+        raise DataError(f"data file '{path}' cannot be read: {error.strerror}") from None
+
+
+def _parse(line: bytes, place: str) -> Any:
+    if len(line) > _MAX_LINE_BYTES:
+        raise DataError(
+            f"{place} has more than {_MAX_LINE_BYTES:,} bytes; put each example on a line of its "
+            "own, and a long text into a .txt file"
+        )
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place} is not UTF-8: its byte {error.start:,} is 0x{line[error.start]:02x}; convert "
+            "the file (iconv -t utf-8)"
+        ) from None
+    if 0 in line:  # in UTF-16, perhaps, which json would guess
+        raise DataError(f"{place} is not text: its byte {line.index(0):,} is NUL")
+    try:
+        return untrusted.parse_json(line)
+    except ValueError as error:
+        raise DataError(
+            f"{place} cannot be read as JSON: {error}; each line must be one JSON object"
+        ) from None
 
 
 def _example(row: object) -> Example:

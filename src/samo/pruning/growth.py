@@ -13,7 +13,8 @@ as will grow. With one part, which is usual, or with all entries as candidates, 
 """
 
 import weakref
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,27 +49,19 @@ class _Found(NamedTuple):
     scores: Tensor  # the summed gradients of the candidates
 
 
+@dataclass(eq=False)
 class Growth:
-    """Watches a weight's dense gradients while it lives, and decides what to drop and to grow.
+    """Watches a weight's dense gradients while it lives, and decides what to drop and to grow."""
 
-    ``fraction`` of the kept entries is replaced. See `DynamicSparse` for the other arguments.
-    """
+    weight: Weight
+    fraction: float  # of the kept entries that are replaced
+    seed: int
+    candidates: int | None = 4  # as in `DynamicSparse`, and the group too
+    group: dist.ProcessGroup | None = None
+    _found: _Found | None = None
+    _pass: int = -1
 
-    def __init__(
-        self,
-        weight: Weight,
-        fraction: float,
-        seed: int,
-        candidates: int | None = 4,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._weight: Final = weight
-        self._fraction: Final = fraction
-        self._seed: Final = seed
-        self._candidates: Final = candidates
-        self._group: Final = group
-        self._found: _Found | None = None
-        self._pass = -1
+    def __post_init__(self) -> None:
         reference = weakref.ref(self)
 
         def watch(grad: Tensor) -> None:
@@ -76,7 +69,7 @@ class Growth:
             if growth is not None:
                 growth.add(grad)
 
-        weakref.finalize(self, weight.watch(watch)).atexit = False
+        weakref.finalize(self, self.weight.watch(watch)).atexit = False
 
     @property
     def scores(self) -> Tensor | None:
@@ -86,7 +79,7 @@ class Growth:
     @torch.no_grad()
     def add(self, grad: Tensor) -> None:
         """Take a dense gradient: the first of a sum, or a further part of it."""
-        mask, sum_so_far = self._weight.mask, self._weight.values.grad
+        mask, sum_so_far = self.weight.mask, self.weight.values.grad
         assert mask is not None  # only weights with a mask are watched
         grad = self._all_reduce(grad)
         # A discarded gradient, set to None or to 0, starts a new sum. A streamed weight reports
@@ -103,21 +96,21 @@ class Growth:
     def decide(self) -> Mask | None:
         """Return the new mask, or None if there was no gradient since the mask last changed."""
         found = self._found
-        if found is None or found.mask is not self._weight.mask:
+        if found is None or found.mask is not self.weight.mask:
             return None
         if found.num_grown == 0:
             return found.mask
-        words = largest(self._weight.name, found.scores, found.num_grown, self._seed)
+        words = largest(self.weight.name, found.scores, found.num_grown, self.seed)
         return narrow(found.mask, found.survivors) | narrow(found.candidates, words)
 
     def _all_reduce(self, grad: Tensor) -> Tensor:
         """Return the sum of a gradient over the replicas."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return grad
-        group = self._group or group_of(self._weight.values)
+        group = self.group or group_of(self.weight.values)
         if group is None:
             raise CompressionError(
-                f"'{self._weight.name}' grows by gradients of {dist.get_world_size()} ranks, but "
+                f"'{self.weight.name}' grows by gradients of {dist.get_world_size()} ranks, but "
                 "the model is not wrapped in DistributedDataParallel; pass "
                 "DynamicSparse(group=) the process group of the ranks with replicas of it"
             )
@@ -128,28 +121,28 @@ class Growth:
         return total
 
     def _first(self, mask: Mask, grad: Tensor) -> _Found:
-        weight, count = self._weight, round(self._fraction * mask.kept)
-        survivors = largest(weight.name, weight.values.detach(), mask.kept - count, self._seed)
+        weight, count = self.weight, round(self.fraction * mask.kept)
+        survivors = largest(weight.name, weight.values.detach(), mask.kept - count, self.seed)
         num_held = mask.numel - (mask.kept - count)
-        if self._candidates is not None:
-            num_held = min(num_held, self._candidates * count)
+        if self.candidates is not None:
+            num_held = min(num_held, self.candidates * count)
         taken = narrow(mask, survivors)
-        candidates = grow_largest(weight.name, grad, taken, num_held, self._seed)
+        candidates = grow_largest(weight.name, grad, taken, num_held, self.seed)
         return _Found(mask, survivors, count, candidates, self._at(grad, candidates))
 
     def _sum(self, grad: Tensor, found: _Found) -> _Found:
-        name, candidates = self._weight.name, found.candidates
+        name, candidates = self.weight.name, found.candidates
         scores = found.scores + self._at(grad, candidates)
         taken = narrow(found.mask, found.survivors) | candidates
         count = min(candidates.kept, taken.numel - taken.kept)
         if count == 0:
             return found._replace(scores=scores)
-        more = grow_largest(name, grad, taken, count, self._seed)
+        more = grow_largest(name, grad, taken, count, self.seed)
         union = candidates | more
         moved, _ = move({"scores": scores}, candidates, union, {"scores": self._at(grad, more)})
-        best = narrow(union, largest(name, moved["scores"], candidates.kept, self._seed))
+        best = narrow(union, largest(name, moved["scores"], candidates.kept, self.seed))
         best_scores = move(moved, union, best, {})[0]["scores"]
         return found._replace(candidates=best, scores=best_scores)
 
     def _at(self, grad: Tensor, mask: Mask) -> Tensor:
-        return self._weight.layout._replace(mask=mask).compress(grad, master_dtype(grad.dtype))
+        return self.weight.layout._replace(mask=mask).compress(grad, master_dtype(grad.dtype))
