@@ -298,13 +298,16 @@ def test_masks_come_from_the_folder_from_a_file_or_from_pruning(
     assert found == {0: masks, 1: masks, 2: masks}
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_a_dense_model_is_pruned_on_the_way(place: Path, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("how", [{"method": "magnitude"}, {}, {"method": "sparsegpt"}])
+def test_a_dense_model_is_pruned_on_the_way(
+    place: Path, tmp_path: Path, how: dict[str, Any]
+) -> None:
     run = tmp_path / "run"
-    train(settings(place, "dense", sparsity=0.5, method=method, steps=1, sample_tokens=0), run)
+    train(settings(place, "dense", sparsity=0.5, steps=1, sample_tokens=0, **how), run)
     (pruned,) = lines(run, "prune")
     assert (pruned["step"], pruned["sparsity"]) == (0, 0.5)
     assert last_masks(run).sparsity == 0.5
+    assert RunDir.find(run).config().prune.method == how.get("method", "wanda")
     assert [line["step"] for line in lines(run, "eval")] == [0, 1]
 
 
@@ -487,7 +490,7 @@ def test_nothing_that_fits_is_an_error_with_numbers(
         ({"model": None}, "no model to fine-tune; name its folder: samo finetune my-llama"),
         ({"data": ()}, "no data to train on; name a file"),
         ({"lr": -1.0}, "--lr must be 0 or more"),
-        ({"method": "wanda"}, "--method has no effect without --sparsity"),
+        ({"method": "sparsegpt"}, "--method has no effect without --sparsity"),
         ({"sparsity": 0.5, "masks": Path("m")}, "--sparsity has no effect with --masks .*/m;"),
         ({"sparsity": 0.0}, "--sparsity 0 prunes nothing"),
         ({"distill": 0.3}, "--distill has no effect without --teacher"),
@@ -507,7 +510,8 @@ def test_settings_that_cannot_work_are_refused(
 def test_a_dense_model_is_refused_with_its_zeros_and_leaves_nothing(
     place: Path, tmp_path: Path
 ) -> None:
-    message = r"'.*dense' is not pruned: 0 of 20,480 weights .* --sparsity 0.5, or .* samo prune"
+    message = r"'.*dense' is not pruned: 0 of 20,480 weights .* with --sparsity 0.5 --method "
+    message += r"wanda, or before with samo prune .*dense --sparsity 0.5 --method wanda --calib"
     with pytest.raises(ConfigError, match=message):
         train(settings(place, "dense"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -85,6 +85,10 @@ def test_a_run_is_typed_and_tells_what_it_made(
     assert "is a run of samo finetune; resume it with samo finetune" in capsys.readouterr().err
     assert main(["finetune", str(place / "dense"), "--data", str(place / "notes.jsonl")]) == 2
     assert "is not pruned: 0 of 20,480 weights" in capsys.readouterr().err
+    given[1] = str(place / "dense")
+    assert main([*given, *flags.split(), "--pattern", "2:4", "--out", "pruned"]) == 0
+    said = capsys.readouterr().out
+    assert "pruned first: --method wanda, calibrated on training data" in said
     assert [path.name for path in Path("runs").iterdir()] == ["pruned"]
 
 

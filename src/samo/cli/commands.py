@@ -17,6 +17,7 @@ from samo.train.config import (
     Range,
     Seed,
     ShortDType,
+    Sparsity,
     Steps,
     TrainConfig,
 )
@@ -77,6 +78,9 @@ class Prune(MaskConfig):
 
     source: Positional[Path]
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
+    sparsity: Sparsity | Auto = "auto"
+    """Fraction of the weights to prune; 0.5 to 0.7 is sensible for language models. auto: that of
+    --pattern, or 0.9 for a model of samo train."""
     out: OptionalPath = None
     """Folder to write, with zeros for pruned weights and the masks beside them, or a mask file
     (.safetensors). By default NAME-pruned for a Hugging Face model, else masks.safetensors."""

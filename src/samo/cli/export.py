@@ -15,6 +15,7 @@ from samo.errors import CheckpointError, ConfigError, MaskError
 from samo.integrations import model_folders
 from samo.integrations.export import check_free, export
 from samo.mask.masks import Masks
+from samo.train.launch_env import prune_command
 from samo.train.resolve import DTYPES
 from samo.utils.formatting import percent, size
 
@@ -34,8 +35,8 @@ def run(command: Export) -> int:
     except MaskError as error:
         why = str(error).partition(";")[0]  # the rest is for Python
         raise ConfigError(
-            f"'{command.source}' cannot be written as {command.format}: {why}; prune it with: samo "
-            f"prune {command.source}"
+            f"'{command.source}' cannot be written as {command.format}: {why}; prune it with: "
+            f"{prune_command(command.source)}"
         ) from error
     found = masks_of(model) if isinstance(model, CompressedModule) else masks
     rows = {"format": command.format, "bytes": size(sum(f.stat().st_size for f in out.iterdir()))}

@@ -26,6 +26,7 @@ from samo.integrations.inspection import FolderFacts, inspect_folder
 from samo.mask.masks import Masks
 from samo.report import findings
 from samo.report.runs import read_run
+from samo.train.launch_env import prune_command
 from samo.utils.environment import hardware, versions
 from samo.utils.formatting import count, duration, loss, percent, size
 
@@ -166,7 +167,7 @@ def _model(path: Path, found: FolderFacts) -> Page:
     numel = sum(tensor.numel for tensor in found.tensors)
     prunable = sum(tensor.numel for tensor in found.pruned)
     kept = sum(tensor.kept or 0 for tensor in found.pruned)
-    pruned = f"nothing; choose what to keep with: samo prune {path}"
+    pruned = f"nothing; choose what to keep with: {prune_command(path)}"
     tables = []
     if found.pruned:
         share = f"{percent(1 - kept / prunable)} of {count(prunable)}"

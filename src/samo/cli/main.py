@@ -152,7 +152,7 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo --version"""
 
 _FINETUNE: Final = """  samo finetune my-llama-pruned --data notes.jsonl
-  samo finetune my-llama --sparsity 0.7 --method wanda --data notes.jsonl
+  samo finetune my-llama --sparsity 0.5 --data notes.jsonl
 
 """
 

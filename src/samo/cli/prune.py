@@ -25,6 +25,7 @@ from samo.mask.prunable import matrices
 from samo.models.gpt import GPT
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
+from samo.train.launch_env import prune_command
 from samo.train.resolve import check_ranges, device_and_dtype, in_flags, resolve_sparsity
 from samo.utils.disk_tensors import disk_copy
 from samo.utils.formatting import duration
@@ -43,6 +44,8 @@ def run(command: Prune) -> int:
     if command.out is not None:
         _check_new(command.out)
     source = model_folders.find(command.source)
+    if source.hugging_face is not None:
+        _check_sparsity(command)
     out = command.out or _default_out(command, source.hugging_face is not None)
     _check_new(out)
     is_folder = out.suffix != _MASK_FILE
@@ -84,6 +87,15 @@ def _check_flags(command: Prune) -> None:
         raise ConfigError(
             f"--method sparsegpt changes the weights that it keeps, so the masks in "
             f"'{command.out}' would not be enough; name a folder with --out"
+        )
+
+
+def _check_sparsity(command: Prune) -> None:
+    """Refuse to guess for a language model: the default, for GPTs of samo train, would ruin it."""
+    if command.sparsity == "auto" and command.pattern is None and command.method != "zeros":
+        raise ConfigError(
+            "how much to prune? --sparsity or --pattern must say; 50-70 % is sensible for language "
+            f"models, with wanda or sparsegpt: {prune_command(command.source)}"
         )
 
 

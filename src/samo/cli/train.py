@@ -13,6 +13,7 @@ from samo.report.findings import held, ranks as mesh_of, warnings
 from samo.report.runs import read_run
 from samo.train import launch_env
 from samo.train.events import Listener
+from samo.train.finetune_config import ResolvedFinetune
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import again, doubts, resolve, resolve_resumed
@@ -79,6 +80,8 @@ def _train(command: Train | Finetune, console: Console, display: Display) -> Res
             say(console, f"warning: {doubt}")
         if resolved.mesh.reason:
             say(console, resolved.mesh.reason)
+        if isinstance(resolved, ResolvedFinetune) and resolved.prune.prunes:
+            say(console, _how_pruned(resolved.prune.method))
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.name, Path("runs")
     before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None
@@ -89,6 +92,11 @@ def _train(command: Train | Finetune, console: Console, display: Display) -> Res
         config = again(RunDir.find(display.folder).config(), command.mesh)
         return resume(display.folder, config=config, listeners=listeners, ranks=ranks)
     return train(resolved, display.folder, listeners=listeners, ranks=ranks)
+
+
+def _how_pruned(method: str) -> str:
+    data = ", calibrated on training data" if method in ("wanda", "sparsegpt") else ""
+    return f"the model is pruned first: --method {method}{data}"
 
 
 def _summarise(console: Console, result: Result) -> None:

@@ -37,6 +37,7 @@ from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.finetune_config import ResolvedFinetune
+from samo.train.launch_env import prune_command
 from samo.train.learner import Learner, compression
 from samo.train.planning import choose_layout
 from samo.train.rank_group import RankGroup
@@ -158,8 +159,7 @@ class CausalLMSubject(Subject):
     def _open(self, source: Path, *, is_own: bool) -> tuple[nn.Module, Masks]:
         """Return a model and its masks; one that is stored compressed has no memory yet."""
         settings = self.config.prune
-        prunes = settings.sparsity != "auto" or settings.pattern is not None
-        if is_own or not (prunes or settings.masks):
+        if is_own or not (settings.prunes or settings.masks):
             empty = open_empty(source)
             if empty is not None and (masks := open_masks(source, empty)) is not None:
                 return empty, masks
@@ -168,7 +168,7 @@ class CausalLMSubject(Subject):
         if settings.masks is not None:
             masks = load_masks(settings.masks)
             masks.parameters_of(model)  # which refuses masks that do not fit
-        elif prunes:
+        elif settings.prunes:
             masks = self._prune(model)
         else:
             masks = open_masks(source, model) or self._zeros(model)
@@ -180,6 +180,7 @@ class CausalLMSubject(Subject):
 
     def _zeros(self, model: nn.Module) -> Masks:
         source = self.config.model.model
+        assert source is not None
         try:
             return Masks.from_zeros(model)
         except MaskError as error:
@@ -189,7 +190,7 @@ class CausalLMSubject(Subject):
             raise ConfigError(
                 f"'{source}' is not pruned: {zeros:,} of {sum(sizes):,} weights of its matrices "
                 f"are 0 ({percent(zeros / max(sum(sizes), 1))}); prune it on the way with "
-                f"--sparsity 0.5, or before with samo prune {source}"
+                f"--sparsity 0.5 --method wanda, or before with {prune_command(source)}"
             ) from error
 
     def _prune(self, model: nn.Module) -> Masks:

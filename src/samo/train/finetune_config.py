@@ -74,10 +74,15 @@ class FinetunePrune(MaskConfig):
 
     sparsity: Annotated[float, Range(0, 1, "0.7 prunes 70 %")] | Auto = "auto"
     """Prune the model first, to this sparsity. auto: it is pruned, or --pattern says how."""
-    method: Literal["magnitude", "random", "wanda", "sparsegpt"] = "magnitude"
+    method: Literal["magnitude", "random", "wanda", "sparsegpt"] = "wanda"
     """How to prune. wanda and sparsegpt calibrate on some of the training data."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint."""
+
+    @property
+    def prunes(self) -> bool:
+        """Whether the run prunes the model before it trains it."""
+        return self.sparsity != "auto" or self.pattern is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

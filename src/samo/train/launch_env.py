@@ -72,6 +72,11 @@ def command_line() -> str:
     return f"{command} {shlex.join(sys.argv[1:])}".strip()
 
 
+def prune_command(model: Path) -> str:
+    """Return a sensible command that prunes a language model."""
+    return f"samo prune {shlex.quote(str(model))} --sparsity 0.5 --method wanda --calibration FILE"
+
+
 def resume_command(run: Path) -> str:
     """Return the command that resumes a run, on the same number of ranks."""
     start = _launched("samo")
