@@ -479,7 +479,7 @@ def try_timing(
         both = {b: (comms[place, b], comms[b, place]) for b in around}
         transport = make(place, num_ranks, links, both, device)
         layer = Layer(device, rates[place], case.is_turned)
-        runner = Runner([layer], Peers(transport, timeout_s=1e6), in_flight=[num_ranks])
+        runner = Runner([layer], Peers(transport, timeout_s=1e6), [num_ranks])
         batch = Batch(
             case.num_micro_batches,
             inputs if place == 0 else None,

@@ -117,7 +117,7 @@ def train_two_stages(
         stream = cuda.Stream(device)
         stream.wait_event(ready)
         with cuda.stream(stream):
-            runner = Runner([stages[place]], Peers(ends[place], timeout_s=30), in_flight=[2])
+            runner = Runner([stages[place]], Peers(ends[place], timeout_s=30), [2])
             batch = Batch(count, inputs if place == 0 else None, loss if place == 1 else None)
             found = [runner.run(lambda: batch) for _ in range(batches)]
         stream.synchronize() if device.type == "cuda" else None

@@ -49,7 +49,7 @@ def calls_of(num_micro_batches: int) -> Counter[str]:
         end.setblocking(False)
     both = [Transport(place, (0, 1), {1 - place: Link(ends[place])}) for place in range(2)]
     layer = Counted(both[0], num_micro_batches)
-    own = Runner([layer], Peers(both[1], timeout_s=20), in_flight=[2])
+    own = Runner([layer], Peers(both[1], timeout_s=20), [2])
     batch = Batch(num_micro_batches, loss=lambda number, output: output.sum())
     before = sys.getprofile()
     layer.send()

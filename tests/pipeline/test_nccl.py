@@ -97,7 +97,7 @@ def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(
     first.links[1].send(Packet("activation", 0, 0, 1, (torch.ones(2),), (False,)))
     if leaves:
         first.close()
-    runner = Runner([nn.Identity()], Peers(second, timeout_s=0.3), in_flight=[1])
+    runner = Runner([nn.Identity()], Peers(second, timeout_s=0.3), [1])
     with pytest.raises(samo.PeerError, match=rf"rank 0 \(stage 0 of 2\) {text}") as caught:
         runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
     assert caught.value.rank == 0

@@ -55,7 +55,7 @@ def network(num_ranks: int, is_ring: bool = False) -> list[MemoryTransport]:
 
 
 def runner_of(transport: Transport, layer: nn.Module, timeout_s: float = 5.0) -> Runner:
-    return Runner([layer], Peers(transport, timeout_s), in_flight=[1])
+    return Runner([layer], Peers(transport, timeout_s), [1])
 
 
 def run_threads(stages: list[nn.Module], batches: list[Batch], timeout_s: float = 20.0) -> Any:
@@ -65,7 +65,7 @@ def run_threads(stages: list[nn.Module], batches: list[Batch], timeout_s: float 
 
     def work(rank: int) -> Any:
         own = stages[rank :: len(ranks)]
-        runner = Runner(own, Peers(transports[rank], timeout_s), in_flight=[2] * len(own))
+        runner = Runner(own, Peers(transports[rank], timeout_s), [2] * len(own))
         try:
             return [runner.run(lambda: batches[rank]) for _ in range(2)]
         except Exception as error:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["cut", "loss_weights", "zero_loss"]
+__all__ = ["cut", "loss_weights"]
 
 Tensors = Tensor | tuple[Tensor, ...]
 Reduction = Literal["mean", "sum"]
@@ -35,14 +35,6 @@ def cut(batch: object, num_micro_batches: int, name: str) -> list[tuple[Tensor, 
             "tensors need the same number, and at least one row for each micro-batch"
         )
     return list(zip(*(tensor.tensor_split(num_micro_batches) for tensor in tensors)))
-
-
-def zero_loss(output: Any) -> Tensor:
-    """Return a loss of 0 with gradients of 0, also if the output is not finite."""
-    tensors = [output] if isinstance(output, Tensor) else list(output)
-    floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
-    zeros = [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum() for t in floats]
-    return sum(zeros[1:], zeros[0]) if zeros else torch.zeros(())
 
 
 def loss_weights(

@@ -20,7 +20,7 @@ from samo.mask.masks import Masks
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.gradients import Wait, average_gradients, partial_norm, sync_found_inf
 from samo.pipeline.mask_check import MaskCheck, digest
-from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights, zero_loss
+from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights
 from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.split import check_cuts, take_apart
@@ -153,7 +153,7 @@ class Pipeline:
         self._runner: Final = Runner(
             [partial(self.module, piece=piece) for piece in range(per_rank)],
             self._peers,
-            in_flight=self.in_flight[own],
+            self.in_flight[own],
         )
         # With NCCL, streams wait for collectives, and not the host.
         self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._peers.wait
@@ -204,7 +204,8 @@ class Pipeline:
             scaler.scale(torch.zeros((), device=self.device))  # creates the scale, on all stages
         for tie in self._own_ties:
             tie.before_batch(self.module)
-        seed = int(torch.randint(2**47, (), device="cpu")) + self._replica
+        # One for each micro-batch of each replica.
+        seed = int(torch.randint(2**47, (), device="cpu")) + self._replica * self.micro_batches
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             loss = self._runner.run(lambda: self._batch(x, target, seed=seed, scaler=scaler))
         if is_last or self._ties:
@@ -324,12 +325,12 @@ class Pipeline:
 
             def loss(micro_batch: int, output: Any) -> Tensor:
                 wanted, factor = targets[micro_batch], weights()[micro_batch]
-                if factor == 0:  # a mean over no targets, which is NaN
-                    return zero_loss(output)
                 found = self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted)
                 if not isinstance(found, Tensor) or found.numel() != 1:
                     what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                     raise TypeError(f"loss_fn must return a scalar tensor, got {what}")
+                if factor == 0:  # a mean over no targets is NaN
+                    return torch.zeros_like(found).reshape(())
                 return found.reshape(()) * factor
 
         scale = None if scaler is None else scaler.scale

@@ -29,7 +29,7 @@ class Batch:
     loss: Callable[[int, Any], Tensor] | None = None  # weighted, by micro-batch and its output
     is_training: bool = True
     scale: Callable[[Tensor], Tensor] | None = None  # of a loss before backward
-    seed: int | None = None  # of what layers draw; the first stage's counts
+    seed: int | None = None  # of what layers draw for the first micro-batch; stage 0's counts
 
 
 @dataclass
@@ -60,11 +60,7 @@ class Runner:
     """Computes batches on one rank: the layers and limits are those of each of its stages."""
 
     def __init__(
-        self,
-        layers: Sequence[Callable[..., Any]],
-        peers: Peers,
-        *,
-        in_flight: Sequence[int],
+        self, layers: Sequence[Callable[..., Any]], peers: Peers, in_flight: Sequence[int]
     ) -> None:
         self.events: list[Event] = []
         self.steps = 0
@@ -93,7 +89,7 @@ class Runner:
             Engine(Progress(s, self._num_stages, count, own) for s, own in self._limits.items()),
         )
         for number, inputs in enumerate(batch.inputs or ()):
-            seed = None if batch.seed is None else _mixed(batch.seed, number)
+            seed = None if batch.seed is None else batch.seed + number
             run.held[0, number] = _Held(inputs, seed)
         arrivals, self._early = [*self._early, *self._peers.poll()], []
         with torch.set_grad_enabled(batch.is_training):
@@ -219,11 +215,6 @@ class Runner:
     def _place(self, stage: int) -> int:
         """Return the place of the rank that has a stage."""
         return stage % self._num_places
-
-
-def _mixed(seed: int, micro_batch: int) -> int:
-    """Return a seed of 47 bits for a micro-batch."""
-    return (seed + (micro_batch + 1) * 0x9E3779B97F4A7C15) % 2**47
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
