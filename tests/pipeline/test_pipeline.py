@@ -295,9 +295,11 @@ def test_a_closed_pipeline_says_so_at_once_and_one_process_goes_on_after_a_bad_b
         with pytest.raises(ValueError, match=r"x has \[1\] rows for 2 micro-batches"):
             pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
         pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
-    for do in (pipeline.step, pipeline.eval):
+        with pytest.raises(ValueError, match="norm_type must be over 0, got 0"):
+            pipeline.clip_grad_norm_(1.0, 0)
+    for do in (pipeline.step, pipeline.eval, lambda: pipeline.clip_grad_norm_(1.0)):
         with pytest.raises(samo.PeerError, match="the pipeline was closed"):
-            do(torch.ones(2, 2), target=torch.ones(2, 2))
+            do()
 
 
 # Faults
