@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -12,11 +13,12 @@ import torch
 from numba.core import caching
 
 from samo import kernels as _kernels
-from samo.kernels import AdamWSettings, Kernels, choose, cpu, cpu_loops, reference
+from samo.kernels import AdamWSettings, Kernels, choose, cpu, cpu_loops, operators, reference
 from samo.kernels.reference import OLDEST, ages_at
 from samo.kernels.rounding import join, split
 from samo.mask.mask import Mask
 from tests.kernels.cases import (
+    DEVICES,
     KINDS,
     LEAN_KINDS,
     SETTINGS,
@@ -97,6 +99,22 @@ def test_numbers_of_all_sizes_are_rounded_as_torch_rounds_them(
         operation(values, mask, out)
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.nan_to_num(0), expected.nan_to_num(0))
+
+
+def test_the_operators_of_compiled_code_are_sound() -> None:
+    """Their schemas, and what they return for fake tensors and dynamic sizes."""
+    with torch.device(DEVICES.get("triton", "cpu")):
+        mask = Mask.from_bool(draw_keep(37 * 53, 0.3).view(37, 53))
+        dense, values = torch.randn(37, 53), torch.randn(mask.kept)
+    sizes: tuple[Any, ...] = ([37, 53], torch.bfloat16)
+    if dense.is_cuda:
+        compress, expand = operators._compress_triton, operators._expand_triton
+        sizes = (values, *sizes)
+    else:
+        compress, expand = operators._compress, operators._expand
+        sizes = (*sizes, None)
+    torch.library.opcheck(compress, (dense, mask.packed, mask.kept, torch.bfloat16))
+    torch.library.opcheck(expand, (values, mask.packed, *sizes))
 
 
 @pytest.mark.parametrize("density", [0.3, None], ids=["pruned", "unpruned"])
