@@ -311,7 +311,8 @@ def test_another_stream_gets_nodes_of_its_own(weights: Any) -> None:
     dict(named_weights(model))["0.weight"]._stream_now = lambda: stream
 
     def accumulator() -> Any:
-        return model[0].weight.grad_fn.next_functions[0][0]
+        dense = model[0].weight + 0
+        return dense.grad_fn.next_functions[0][0].next_functions[0][0]
 
     accumulator().metadata["is_old"] = True
     assert accumulator().metadata

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import numba
 import pytest
@@ -106,15 +105,15 @@ def test_the_operators_of_compiled_code_are_sound() -> None:
     with torch.device(DEVICES.get("triton", "cpu")):
         mask = Mask.from_bool(draw_keep(37 * 53, 0.3).view(37, 53))
         dense, values = torch.randn(37, 53), torch.randn(mask.kept)
-    sizes: tuple[Any, ...] = ([37, 53], torch.bfloat16)
+    packed, kept, shape = mask.packed, mask.kept, [37, 53]
     if dense.is_cuda:
         compress, expand = operators._compress_triton, operators._expand_triton
-        sizes = (values, *sizes)
+        torch.library.opcheck(compress, (dense, packed, kept, torch.bfloat16))
+        torch.library.opcheck(expand, (values, packed, values, shape, torch.bfloat16))
     else:
         compress, expand = operators._compress, operators._expand
-        sizes = (*sizes, None)
-    torch.library.opcheck(compress, (dense, mask.packed, mask.kept, torch.bfloat16))
-    torch.library.opcheck(expand, (values, mask.packed, *sizes))
+        torch.library.opcheck(compress, (dense, packed, kept, "bfloat16"))
+        torch.library.opcheck(expand, (values, packed, shape, "bfloat16", None))
 
 
 @pytest.mark.parametrize("density", [0.3, None], ids=["pruned", "unpruned"])

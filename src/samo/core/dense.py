@@ -130,7 +130,9 @@ def expand_by_index(values: Tensor, layout: Layout, dtype: torch.dtype) -> Tenso
     """Expand with plain torch operations, for `torch.func` and higher derivatives."""
     if layout.mask is None:
         return values.to(dtype)
-    places = layout.mask.to_bool().view(-1).nonzero().view(-1)
+    # The count is known: nothing waits for a device, and exported programs have static shapes.
+    bits, count = layout.mask.to_bool().view(-1), layout.mask.kept
+    places = torch.nonzero_static(bits, size=count).view(-1)
     dense = torch.zeros(layout.mask.numel, dtype=dtype, device=values.device)
     return dense.index_put((places,), values.to(dtype)).view(layout.shape)
 

@@ -27,7 +27,7 @@ def compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Te
     """Return the kept entries of a dense tensor; ``bitmap`` is a `Mask.packed`."""
     if dense.is_cuda and _TRITON:
         return _compress_triton(dense.contiguous(), bitmap, kept, dtype)
-    return _compress(dense, bitmap, kept, dtype)
+    return _compress(dense, bitmap, kept, _NAMES[dtype])
 
 
 def expand(
@@ -40,12 +40,19 @@ def expand(
     """
     if values.is_cuda and _TRITON:
         return _expand_triton(values, bitmap, values if after is None else after, shape, dtype)
-    return _expand(values, bitmap, shape, dtype, after)
+    return _expand(values, bitmap, shape, _NAMES[dtype], after)
+
+
+_NAMES: Final = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+"""AOTInductor of torch 2.11 gives operators a wrong dtype, but the right string."""
 
 
 @torch.library.custom_op("samo::compress", mutates_args=())
-def _compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
-    values = torch.empty(kept, dtype=dtype, device=dense.device)
+def _compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: str) -> Tensor:
+    values = torch.empty(kept, dtype=getattr(torch, dtype), device=dense.device)
     mask = Mask.from_packed(dense.shape, bitmap, kept)
     kernels.choose(dense.device).compress_(dense, mask, values)
     return values
@@ -53,14 +60,14 @@ def _compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> T
 
 @_compress.register_fake
 def _(dense, bitmap, kept, dtype):
-    return dense.new_empty(kept, dtype=dtype)
+    return dense.new_empty(kept, dtype=getattr(torch, dtype))
 
 
 @torch.library.custom_op("samo::expand", mutates_args=())
 def _expand(
-    values: Tensor, bitmap: Tensor, shape: list[int], dtype: torch.dtype, after: Tensor | None
+    values: Tensor, bitmap: Tensor, shape: list[int], dtype: str, after: Tensor | None
 ) -> Tensor:
-    dense = torch.empty(shape, dtype=dtype, device=values.device)
+    dense = torch.empty(shape, dtype=getattr(torch, dtype), device=values.device)
     mask = Mask.from_packed(shape, bitmap, values.numel())
     kernels.choose(values.device).expand_(values, mask, dense)
     return dense
@@ -68,7 +75,7 @@ def _expand(
 
 @_expand.register_fake
 def _(values, bitmap, shape, dtype, after):
-    return values.new_empty(shape, dtype=dtype)
+    return values.new_empty(shape, dtype=getattr(torch, dtype))
 
 
 try:
