@@ -326,6 +326,23 @@ def test_a_model_that_inference_mode_restores_goes_on_training(
     step(model, torch.optim.AdamW(model.parameters()), X)
 
 
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_default_device_is_for_the_caller_alone(weights: Any, tmp_path: Path) -> None:
+    """Whatever is made on the device of the parameters says so."""
+    model = compressed(weights=weights)
+    opt = samo.AdamW(model.parameters(), entry_steps=True)
+    with torch.device("meta"):
+        step(model, opt, X)
+        samo.save(tmp_path, model, opt)
+        samo.load(tmp_path, model, opt)
+        model.load_state_dict(model.state_dict())
+        samo.remap_(model, samo.prune(model, 0.7), opt)
+        step(copy.deepcopy(model), torch.optim.SGD(model.parameters()), X)
+        samo.ledger(model, opt)
+        samo.decompress_(model)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
 def test_a_copy_made_in_inference_mode_is_refused() -> None:
     model = compressed()
     with (

@@ -87,4 +87,5 @@ def _room(tensor: Tensor, before: Tensor | None) -> Tensor:
     """Return memory for a copy: what was there before, if it fits."""
     if before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape):
         return before
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    pinned = tensor.is_cuda
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)

@@ -180,7 +180,7 @@ class SavedTensors:
                 tensor: Tensor = self._open(file).get_tensor(name)
                 return tensor
         first, last = (0, spec.shape[0]) if rows is None else rows[:2]
-        found = torch.empty(last - first, *spec.shape[1:], dtype=spec.dtype)
+        found = torch.empty(last - first, *spec.shape[1:], dtype=spec.dtype, device="cpu")
         for begin, end, file in spec.parts:
             start, stop = max(first, begin), min(last, end)
             if start < stop:

@@ -40,7 +40,7 @@ class MaskCheck:
         found = torch.tensor(pairs, dtype=torch.int64).to(self._device, non_blocking=True)
         wait(dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group, async_op=True))
         if self._device == "cuda":
-            host = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
+            host = torch.empty_like(found, device="cpu", pin_memory=True)
             host.copy_(found, non_blocking=True)
             now = host, torch.cuda.current_stream().record_event()
             (found, event), self._last = self._last or now, now

@@ -54,7 +54,7 @@ def loss_weights(
     counts = torch.stack([(target[0] != IGNORE_INDEX).sum() for target in targets])
     if not counts.is_cuda:
         return partial(_shares, counts)
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host = torch.empty_like(counts, device="cpu", pin_memory=True)
     host.copy_(counts, non_blocking=True)
     return partial(_shares, host, torch.cuda.current_stream(counts.device).record_event())
 

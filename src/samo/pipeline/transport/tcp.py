@@ -127,7 +127,7 @@ class Link:
             packet, layout = decode(header, text)
             body: Tensor | None = None
             if layout.specs and self._has_bodies:
-                body = torch.empty(layout.nbytes, dtype=torch.uint8)
+                body = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
                 yield from self._fill(body.numpy().data)
             yield packet, layout, body
 
