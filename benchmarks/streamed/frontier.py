@@ -1,18 +1,15 @@
 """The frontier: step time over peak memory, from streamed over budgets to resident, beside the rivals."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Canvas
-from matplotlib.transforms import Bbox
 
 from benchmarks.drawing import LIGHT, Figure, drawing, new_figure, place, to_png, to_svg
 from samo.utils.formatting import count, percent
 
-__all__ = ["Figure", "draw", "frontier_figure"]
+__all__ = ["frontier_figure"]
 
 _WIDTH: Final = 880
 _HEIGHT: Final = 520
@@ -24,8 +21,6 @@ _RIVALS: Final = {
     "flashoptim": "FlashOptim",
     "flashoptim-release": "FlashOptim, gradient release",
 }
-_CLEAR: Final = 4
-"""Pixels around a dot that no label may touch."""
 
 
 class Point(NamedTuple):
@@ -40,12 +35,6 @@ class Point(NamedTuple):
 
 def frontier_figure(rows: Sequence[dict[str, Any]]) -> Figure | None:
     """Draw step time over peak memory; None if nothing was measured on a GPU."""
-    figure = draw(rows)
-    return None if figure is None else (to_png(figure), to_svg(figure))
-
-
-def draw(rows: Sequence[dict[str, Any]]) -> Canvas | None:
-    """Return the figure itself."""
     measured = [row for row in rows if row["median"] and row["figures"]["peak_bytes"]]
     points = sorted(map(_point, measured))
     if not points:
@@ -89,8 +78,8 @@ def draw(rows: Sequence[dict[str, Any]]) -> Canvas | None:
             markersize=8,
         )
         _scale(axes, points)
-        _label(figure, axes, points)
-    return figure
+        _label(axes, points)
+        return to_png(figure), to_svg(figure)
 
 
 def _point(row: dict[str, Any]) -> Point:
@@ -112,7 +101,7 @@ def _point(row: dict[str, Any]) -> Point:
 
 def _scale(axes: Axes, points: Sequence[Point]) -> None:
     peaks, steps = [point.peak for point in points], [point.step for point in points]
-    low, high = 0.8 * min(peaks), 1.35 * max(peaks)
+    low, high = 0.7 * min(peaks), 1.35 * max(peaks)
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     ticks = [tick for tick in _TICKS if low <= tick <= high]
@@ -125,57 +114,13 @@ def _scale(axes: Axes, points: Sequence[Point]) -> None:
     axes.grid(axis="y")
 
 
-def _label(figure: Canvas, axes: Axes, points: Sequence[Point]) -> None:
-    """Write each name beside its dot, at the first place where it touches nothing."""
-    FigureCanvasAgg(figure)
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    at = [axes.transData.transform((point.peak, point.step)) for point in points]
-    taken = [Bbox.from_extents(x - _CLEAR, y - _CLEAR, x + _CLEAR, y + _CLEAR) for x, y in at]
-    taken += _lines_between(points, at)
-    inside = axes.get_window_extent(renderer)
-    colours = {"exact": LIGHT["run0"], "lean": LIGHT["run2"], "rival": LIGHT["muted"]}
-    # Ends of lines and rivals first: they say what the others are between.
-    order = sorted(points, key=lambda point: point.share not in (0.0, 1.0))
-    for point in order:
-        for dx, dy, across, up in _places(above=point.line != "lean"):
-            text = axes.annotate(
-                point.label,
-                (point.peak, point.step),
-                xytext=(dx, dy),
-                textcoords="offset points",
-                ha=across,
-                va=up,
-                fontsize=11 if point.share in (0.0, 1.0) else 10,
-                color=colours[point.line],
-            )
-            box = text.get_window_extent(renderer)
-            is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1
-            is_inside &= inside.y0 <= box.y0 and box.y1 <= inside.y1
-            if is_inside and not any(box.overlaps(other) for other in taken):
-                taken.append(box)
-                break
-            text.remove()
-
-
-def _places(*, above: bool) -> Iterator[tuple[float, float, str, str]]:
-    """Return where a label may stand beside its dot, the best first: offset and alignment."""
-    first, second = (1, -1) if above else (-1, 1)
-    for far in (9, 16, 24, 34, 46, 60):
-        for side in (first, second):
-            up = "bottom" if side > 0 else "top"
-            yield 0, side * far, "center", up
-            yield far / 2, side * far, "left", up
-            yield -far / 2, side * far, "right", up
-        yield far, 0, "left", "center"
-        yield -far, 0, "right", "center"
-
-
-def _lines_between(points: Sequence[Point], at: Sequence[Any]) -> list[Bbox]:
-    """Return small boxes along the lines from dot to dot."""
-    boxes = []
-    for (one, (x0, y0)), (other, (x1, y1)) in zip(zip(points, at), list(zip(points, at))[1:]):
-        if one.line == other.line != "rival":
-            for part in range(1, 12):
-                x, y = x0 + (x1 - x0) * part / 12, y0 + (y1 - y0) * part / 12
-                boxes.append(Bbox.from_extents(x - 2, y - 2, x + 2, y + 2))
-    return boxes
+def _label(axes: Axes, points: Sequence[Point]) -> None:
+    """Write each name beside its dot: of samo above and below its lines, of rivals to the side."""
+    styles: dict[str, dict[str, Any]] = {
+        "exact": {"xytext": (5, 6), "ha": "left", "va": "bottom", "color": LIGHT["run0"]},
+        "lean": {"xytext": (-5, -6), "ha": "right", "va": "top", "color": LIGHT["run2"]},
+        "rival": {"xytext": (0, 9), "ha": "center", "va": "bottom", "color": LIGHT["muted"]},
+    }
+    for point in points:
+        style = {"textcoords": "offset points", "fontsize": 10, **styles[point.line]}
+        axes.annotate(point.label, (point.peak, point.step), **style)

@@ -141,3 +141,8 @@ def test_later_rows_stand_in_place_of_earlier_ones(tmp_path: Path) -> None:
     assert "| streamed | 400 | 400-400 | 1.26 | 400 | 1.25 |" in text
     assert "python -m benchmarks.step --repeats 9 --shape gpt3-2.7b" in text
     assert "frontier.png" not in text  # none of its rows
+    names = ("samo", "lean", "streamed", "budget-25%-lean", "flashoptim")
+    page.write(tmp_path, [row_of(name, 300 + i, 10 + i) for i, name in enumerate(names)])
+    assert "](frontier.png)" in (tmp_path / "README.md").read_text()
+    svg = (tmp_path / "frontier.svg").read_text()
+    assert all(f">{text}<" in svg for text in ("streamed, exact", "25 %", "FlashOptim"))

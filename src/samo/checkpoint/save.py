@@ -231,8 +231,7 @@ class _Part:
                 if tensors:
                     file, metadata = self.folder / data / name, self.metadata[kind]
                     files[name] = write_tensors(file, tensors, metadata, ranks.note_progress)
-            if files:
-                atomic_io.sync_folder(self.folder / data)
+            atomic_io.sync_folder(self.folder / data)
         return files
 
     def publish(self, files: list[dict[str, Any]]) -> None:
