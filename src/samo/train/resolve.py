@@ -96,8 +96,18 @@ def resolve(config: TrainConfig | FinetuneConfig) -> Resolved:
     for section in fields(_KINDS[config.kind]):
         check_ranges(getattr(config, section.name))
     if isinstance(config, FinetuneConfig):
-        return _resolve_finetune(config)
-    return _resolve_train(config)
+        resolved: Resolved = _resolve_finetune(config)
+    else:
+        resolved = _resolve_train(config)
+    for message in _problems(resolved):
+        raise ConfigError(message)
+    if resolved.mesh.plan and not isinstance(config.mesh, ResolvedMesh):
+        from samo.train.planning import planned  # loads torch
+
+        assert isinstance(config, TrainConfig)
+        assert isinstance(resolved, ResolvedConfig)
+        return planned(config, resolved, lambda one: not any(_problems(one)))
+    return resolved
 
 
 def _resolve_train(config: TrainConfig) -> ResolvedConfig:
@@ -129,7 +139,7 @@ def _resolve_train(config: TrainConfig) -> ResolvedConfig:
     when = {"dense_steps": dense_steps, "mask_every": mask_every, "mask_stop": mask_stop}
     sparsity = resolve_sparsity(prune.sparsity, prune.pattern)
     weights = weights_of(config.run.weights, config.mesh.shard == "weights")
-    resolved = ResolvedConfig(
+    return ResolvedConfig(
         data=DataConfig(**filled(config.data)),
         model=model,
         prune=ResolvedPrune(**filled(prune, **when) | {"sparsity": sparsity}),
@@ -142,12 +152,6 @@ def _resolve_train(config: TrainConfig) -> ResolvedConfig:
         ),
         mesh=ResolvedMesh(**filled(config.mesh, pipe=1, shard="none")),
     )
-    _check(_problems(resolved))
-    if config.mesh.plan and not isinstance(config.mesh, ResolvedMesh):
-        from samo.train.planning import planned  # loads torch
-
-        return planned(config, resolved, lambda one: not any(_problems(one)))
-    return resolved
 
 
 def _resolve_finetune(config: FinetuneConfig) -> ResolvedFinetune:
@@ -163,7 +167,7 @@ def _resolve_finetune(config: FinetuneConfig) -> ResolvedFinetune:
         run["weights"] = weights_of(run["weights"], is_sharded)
     if is_sharded and optim["state"] == "auto":
         optim["state"] = "exact"  # shards may split values at any place
-    resolved = ResolvedFinetune(
+    return ResolvedFinetune(
         data=FinetuneData(**filled(config.data)),
         model=ResolvedFinetuneModel(**filled(config.model, checkpointing=run["device"] == "cuda")),
         prune=FinetunePrune(**filled(config.prune)),
@@ -171,8 +175,6 @@ def _resolve_finetune(config: FinetuneConfig) -> ResolvedFinetune:
         run=ResolvedFinetuneRun(**run | {"mode": "samo", "compile": False}),
         mesh=ResolvedMesh(**filled(config.mesh, shard="none") | {"pipe": 1}),
     )
-    _check(_finetune_problems(resolved))
-    return resolved
 
 
 def with_steps(config: ResolvedFinetune, sequences: int) -> ResolvedFinetune:
@@ -338,15 +340,19 @@ def _ranges(hint: Any) -> Iterator[Range]:
         yield from _ranges(inner)
 
 
-def _check(problems: Iterable[str]) -> None:
-    for message in problems:
-        raise ConfigError(message)
+def _problems(config: Resolved) -> Iterator[str]:
+    """Yield why settings do not work together, whatever the number of ranks."""
+    for one, other, why in _conflicts(config):
+        if one:
+            how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
+            yield f"{one} {how}; leave one of them out"
+    if isinstance(config, ResolvedFinetune):
+        yield from _finetune_problems(config)
+    else:
+        yield from _train_problems(config)
 
 
-def _problems(config: ResolvedConfig) -> Iterator[str]:
-    """Yield why settings of samo train do not work together, whatever the number of ranks."""
-    for conflict in (*_common_conflicts(config), *_conflicts(config)):
-        yield from _message(*conflict)
+def _train_problems(config: ResolvedConfig) -> Iterator[str]:
     model, mesh, prune = config.model, config.mesh, config.prune
     if model.width % model.num_heads:
         heads = f"{model.num_heads} heads and width {model.width}"
@@ -394,14 +400,11 @@ def _problems(config: ResolvedConfig) -> Iterator[str]:
 
 
 def _finetune_problems(config: ResolvedFinetune) -> Iterator[str]:
-    """Yield why settings of samo finetune do not work together."""
     model, prune = config.model, config.prune
-    for conflict in _common_conflicts(config):
-        yield from _message(*conflict)
     how = _changed(prune, FinetunePrune(), ["method", "scope", "skip", "rules"])
     what = _changed(prune, FinetunePrune(), ["sparsity", "pattern"])
     if what and prune.masks is not None:
-        yield from _message(what, f"--masks {prune.masks}", "")
+        yield f"{what} has no effect with --masks {prune.masks}; leave one of them out"
     if how and not what:
         yield f"{how} has no effect without --sparsity; add one, such as --sparsity 0.5"
     if prune.sparsity == 0 and not prune.rules:
@@ -411,14 +414,7 @@ def _finetune_problems(config: ResolvedFinetune) -> Iterator[str]:
         yield f"{given} has no effect without --teacher; name the folder of the dense model"
 
 
-def _message(one: str, other: str, why: str) -> Iterator[str]:
-    """Yield a line about a setting that is given and another one; without a why: no effect."""
-    if one:
-        how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
-        yield f"{one} {how}; leave one of them out"
-
-
-def _common_conflicts(config: Resolved) -> Iterator[tuple[str, str, str]]:
+def _conflicts(config: Resolved) -> Iterator[tuple[str, str, str]]:
     """Yield a setting ("" if it is not given), what it conflicts with, why ("": no effect)."""
     run, lean = config.run, "--state lean" if config.optim.state == "lean" else ""
     wide = "--fp32-gradients" if run.fp32_gradients else ""
@@ -428,10 +424,11 @@ def _common_conflicts(config: Resolved) -> Iterator[tuple[str, str, str]]:
         yield lean, "--shard weights", "shards may split values at any place"
         held = "" if run.weights == "streamed" else f"--weights {run.weights}"
         yield held, "--shard weights", ""
+    if isinstance(config, ResolvedConfig):
+        yield from _train_conflicts(config)
 
 
-def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the same of samo train alone."""
+def _train_conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     prune, optim, run, mesh = config.prune, config.optim, config.run, config.mesh
     method = f"--method {prune.method}"
     shard = "--shard weights" if mesh.shard == "weights" else ""
