@@ -51,6 +51,9 @@ from tests.train.helpers import (
     tensors,
 )
 
+transformers = pytest.importorskip("transformers")
+opened = transformers.AutoModelForCausalLM.from_pretrained
+
 STEPS: Final = 4
 
 
@@ -119,9 +122,8 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
     config = settings(place, accumulate=2, **extra)
     train(config, run)
     masks = last_masks(run)
-    transformers = pytest.importorskip("transformers")
-    twin = transformers.AutoModelForCausalLM.from_pretrained(place / "pruned").train()
-    parent = transformers.AutoModelForCausalLM.from_pretrained(place / "dense").eval()
+    twin = opened(place / "pruned").train()
+    parent = opened(place / "dense").eval()
     pruned = {name: ~mask.to_bool() for name, mask in masks.items()}
     decay = [p for p in twin.parameters() if p.dim() > 1]
     others = [p for p in twin.parameters() if p.dim() == 1]
@@ -148,7 +150,7 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
     trained = samo.load_masks(run / "checkpoints" / "last")
     assert trained == masks
-    model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    model = opened(run / "model")
     state = samo.dense_state_dict(model)
     for name, param in twin.named_parameters():
         # fp32, sums in another order; a step moves a weight by up to lr = 1e-3.
@@ -185,8 +187,7 @@ def test_families_keep_their_masks_and_are_handed_on(
     config = settings(place, model=str(tmp_path / "model"), steps=2, sample_tokens=0)
     result = train(config, tmp_path / "run")
     assert last_masks(tmp_path / "run") == masks
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    model = opened(tmp_path / "run" / "model")
     assert samo.masks(model) == masks
     text = CausalLMSubject(resolve(config)).open_text(tmp_path / "data")
     batches = validation_batches(text.valid, context=32, batch_size=2, max_batches=20)
@@ -204,22 +205,15 @@ def test_families_keep_their_masks_and_are_handed_on(
 
 
 def test_the_model_of_a_run_has_the_logits_of_the_one_in_memory(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path
 ) -> None:
-    kept: list[nn.Module] = []
     finish = CausalLMSubject.finish
-
-    def keep(self: Any, folder: RunDir, learner: Any) -> None:
-        kept.append(learner.model)
-        finish(self, folder, learner)
-
-    monkeypatch.setattr(CausalLMSubject, "finish", keep)
-    train(settings(place, dtype="bfloat16"), tmp_path / "run")
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
-    ids = torch.arange(20).view(2, 10)
+    with mock.patch.object(CausalLMSubject, "finish", autospec=True, side_effect=finish) as called:
+        train(settings(place, dtype="bfloat16"), tmp_path / "run")
+    learner, ids = called.call_args.args[2], torch.arange(20).view(2, 10)
+    model = opened(tmp_path / "run" / "model").eval()
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, kept[0].eval()(ids).logits)
+        assert torch.equal(model(ids).logits, learner.model.eval()(ids).logits)
 
 
 def test_frozen_embeddings_do_not_move(place: Path, tmp_path: Path) -> None:
@@ -231,9 +225,8 @@ def test_frozen_embeddings_do_not_move(place: Path, tmp_path: Path) -> None:
         save_lm(folder, family)
         config = settings(place, model=str(folder), freeze_embeddings=True, steps=2)
         result = train(config, run)
-        transformers = pytest.importorskip("transformers")
-        before = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        after = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+        before = opened(folder)
+        after = opened(run / "model")
         moved = {
             name
             for name, param in before.named_parameters()
@@ -273,11 +266,10 @@ def test_checkpointing_and_streaming_change_no_bit(
 def test_masks_come_from_the_folder_from_a_file_or_from_pruning(
     place: Path, tmp_path: Path
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    dense = transformers.AutoModelForCausalLM.from_pretrained(place / "dense")
+    dense = opened(place / "dense")
     masks = samo.prune(dense, 0.5, method="random", seed=3)
     masks.save(tmp_path / "masks.safetensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(place / "dense")
+    model = opened(place / "dense")
     name = next(iter(masks))
     with torch.no_grad():  # a kept weight that is exactly 0
         model.get_parameter(name).view(-1)[masks[name].to_bool().view(-1).nonzero()[0]] = 0.0
@@ -569,7 +561,6 @@ def test_models_that_read_batches_otherwise_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="Linear computes no loss from labels"):
         check_model(nn.Linear(2, 2))
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
     same = {"num_hidden_layers": 1, "num_attention_heads": 2}
     opt = {"word_embed_proj_dim": 16, "ffn_dim": 16}

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from samo.errors import ConfigError
 from samo.planner import local
 from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
+from samo.train.planning import check_memory
 from samo.train.resolve import again, resolve, resolve_resumed
 from tests.train.helpers import small, text
 from tests.train.test_config import config
@@ -139,6 +141,29 @@ def test_dense_steps_have_to_fit_too(machine) -> None:
     alone = planned(run={**BF16, "mode": "dense"})
     assert alone.run.weights == "resident"
     assert alone.mesh.reason.startswith("planned: dense autocast")
+
+
+@pytest.mark.parametrize(
+    ("memory", "sections", "message"),
+    [
+        (30e9, {"prune": {"dense_steps": 10}}, "needs 56.4 GB for its dense phase, with 8 x 1,024"),
+        (30e9, {"run": {**BF16, "mode": "dense"}}, "needs 56.4 GB for its dense phase"),
+        (30e9, {"prune": {"method": "gradual", "dense_steps": 10}}, "for its dense phase"),
+        (30e9, {}, "needs 3.* GB at the start"),
+        (30e9, {"model": {**BIG, "checkpointing": True}}, ""),
+        (30e9, {"prune": {"masks": Path("/m")}}, ""),
+        (8e9, {"prune": {"masks": Path("/m")}}, "needs 11.1 GB at the start"),
+        (24e9, {"mesh": {"pipe": 2}, "prune": {"dense_steps": 10}}, "needs 2.* for each rank"),
+        (30e9, {"mesh": {"pipe": 2}, "prune": {"dense_steps": 10}}, ""),
+    ],
+    ids=str,
+)
+def test_a_model_without_room_is_refused(machine, memory, sections, message) -> None:
+    machine(1, memory)
+    one = resolve(config(**{"model": BIG, "run": BF16, "prune": PRUNED, **sections}))
+    one = replace(one, data=replace(one.data, vocab_size=50_304))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_memory(one, 1)
 
 
 def test_a_resumed_run_is_planned_again_for_its_ranks(machine) -> None:

@@ -195,7 +195,7 @@ class CausalLMSubject(Subject):
 
     def _prune(self, model: nn.Module) -> Masks:
         settings, run = self.config.prune, self.config.run
-        data: dict[str, Any] = {}
+        how = {**settings.choice(), "method": settings.method, "seed": run.seed}
         if settings.method in ("wanda", "sparsegpt"):
             found = example_batches(
                 self._text.train,
@@ -203,20 +203,10 @@ class CausalLMSubject(Subject):
                 context=self.config.model.context,
                 seed=run.seed,
             )
-            data = {"calibration": found, "device": run.device}
+            how |= {"calibration": found, "device": run.device}
         nonzero = count_nonzero(model) if settings.method != "random" else {}
         try:
-            masks = prune(
-                model,
-                None if settings.sparsity == "auto" else settings.sparsity,
-                method=settings.method,
-                scope=settings.scope,
-                pattern=settings.pattern,
-                skip=settings.skip,
-                rules=settings.rules,
-                seed=run.seed,
-                **data,
-            )
+            masks = prune(model, **how)
             check_nonzero(masks, nonzero, otherwise="leave --sparsity out")
         except ValueError as error:
             what = f"cannot prune '{self.config.model.model}'"

@@ -9,9 +9,9 @@ help, and its type may carry its `Range`. "auto" is a value that follows from ot
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import DisallowNone, Positional, arg
 
@@ -121,6 +121,11 @@ class MaskConfig:
     """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
     rules: Annotated[dict[str, Sparsity], arg(help_behavior_hint="")] = field(default_factory=dict)
     """Sparsities of individual weights: pairs of pattern and value."""
+
+    def choice(self) -> dict[str, Any]:
+        """Return the weights to prune as arguments of `samo.prune`."""
+        found = {entry.name: getattr(self, entry.name) for entry in fields(MaskConfig)}
+        return found | {"sparsity": None if self.sparsity == "auto" else self.sparsity}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,9 +192,7 @@ class Masking:
 
         A pattern must match some stage, not every one.
         """
-        names = ("sparsity", "scope", "pattern", "skip", "rules")
-        choice: dict[str, Any] = {name: getattr(self._config.prune, name) for name in names}
-        stages = self._learner.stages
+        choice, stages = self._config.prune.choice(), self._learner.stages
         if stages is None:
             return choice
         model, whole = self._learner.model, dict.fromkeys(stages.names)
