@@ -272,40 +272,6 @@ def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str
     assert found["cpu"]["kernels"] in ("cpu", "reference")
 
 
-def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained("llama")
-    assert main(["prune", "llama", "--sparsity", "0.75"]) == 0
-    assert "model.layers.*.mlp.up_proj.weight" in capsys.readouterr().out
-    pruned = transformers.LlamaForCausalLM.from_pretrained("llama-pruned")
-    masks = samo.Masks.load("llama-pruned/masks.safetensors")
-    assert samo.Masks.from_zeros(pruned) == masks
-    assert masks.sparsity == pytest.approx(0.75, abs=1e-3)
-    assert main(["prune", "llama", "--pattern", "2:4", "--out", "pattern.safetensors"]) == 0
-    masks = samo.Masks.load("pattern.safetensors")
-    keep = masks["model.layers.0.mlp.down_proj.weight"].to_bool()
-    assert (keep.view(32, 12, 4).sum(2) == 2).all()
-    assert (
-        main(["prune", "llama", "--scope", "erk", "--sparsity", "0.8", "--out", "e.safetensors"])
-        == 0
-    )
-    masks = samo.Masks.load("e.safetensors")
-    assert masks.kept == masks.numel - round(masks.numel * 0.8)
-    assert len({round(mask.sparsity, 2) for mask in masks.values()}) == 2
-    capsys.readouterr()
-    assert main(["prune", "llama", "--method", "zeros", "--out", "zeros"]) == 2
-    assert "less than 5.0%; leave out --method zeros to prune it" in capsys.readouterr().err
-    assert main(["prune", "llama", "--pattern", "2:4", "--sparsity", "0.9", "--out", "no"]) == 2
-    assert "'2:4' prunes 0.5 of the weights, which contradicts" in capsys.readouterr().err
-    (here / "llama" / "config.json").write_text("{}")
-    assert main(["prune", "llama", "--out", "no"]) == 1
-    assert "cannot be read as a Hugging Face model" in capsys.readouterr().err
-
-
 def test_the_demo_tells_the_whole_story(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

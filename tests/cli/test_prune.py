@@ -114,16 +114,26 @@ def test_examples_calibrate_as_samo_finetune_reads_them(
     assert "samples of 32 tokens, and 1,000 are asked for" in capsys.readouterr().err
 
 
-def test_owl_and_rules_reach_the_masks(here: Path) -> None:
+def test_patterns_scopes_and_rules_reach_the_masks(here: Path) -> None:
     model = save_model(here / "model")
+
+    def masks(flags: str) -> samo.Masks:
+        Path("masks.safetensors").unlink(missing_ok=True)
+        assert type_in(f"prune model {flags} --out masks.safetensors") == 0
+        return samo.Masks.load("masks.safetensors")
+
+    keep = masks("--pattern 2:4")["model.layers.0.mlp.down_proj.weight"].to_bool()
+    assert (keep.view(32, 16, 4).sum(2) == 2).all()
+    found = masks("--scope erk --sparsity 0.8")
+    assert found.kept == found.numel - round(found.numel * 0.8)
+    assert len({round(mask.sparsity, 2) for mask in found.values()}) == 2
     rules = "--rules *.q_proj.weight 0.25 --skip *.k_proj.weight"
-    assert type_in(f"prune model --sparsity 0.6 --scope owl {rules} {CALIBRATED}") == 0
-    masks = samo.Masks.load("model-pruned/masks.safetensors")
-    assert not any("k_proj" in name for name in masks)
-    others = {n: m for n, m in masks.items() if "q_proj" not in n}
+    found = masks(f"--sparsity 0.6 --scope owl {rules} {CALIBRATED}")
+    assert not any("k_proj" in name for name in found)
+    others = {n: m for n, m in found.items() if "q_proj" not in n}
     numel = sum(mask.numel for mask in others.values())
     assert sum(mask.kept for mask in others.values()) == numel - round(numel * 0.6)
-    assert len(masks) == len(samo.prunable(model)) - 2
+    assert len(found) == len(samo.prunable(model)) - 2
 
 
 def test_a_run_is_calibrated_with_its_own_tokenizer(here: Path) -> None:
@@ -148,6 +158,11 @@ def foreign_tokenizer(folder: Path) -> None:
     """Leave only a file that transformers reads as Gemma's own tokenizer, which it is not."""
     save_model(folder, "gemma")
     (folder / "tokenizer_config.json").unlink()
+
+
+def no_config(folder: Path) -> None:
+    save_model(folder)
+    (folder / "config.json").write_text("{}")
 
 
 def infinite(folder: Path) -> None:
@@ -232,6 +247,14 @@ def sparse(folder: Path) -> None:
             f"--sparsity 0.5 --method sparsegpt {CALIBRATED}",
             2,
             "inputs of 'model.layers.0.mlp.down_proj.weight' are NaN or infinite",
+        ),
+        (no_config, "--sparsity 0.5", 1, "cannot be read as a Hugging Face model"),
+        (save_model, "--method zeros", 2, "less than 5.0%; leave out --method zeros to prune it"),
+        (
+            save_model,
+            "--pattern 2:4 --sparsity 0.9",
+            2,
+            "'2:4' prunes 0.5 of the weights, which contradicts",
         ),
         (sparse, "--sparsity 0.5", 2, "nonzero weights, and"),
         (sparse, f"--sparsity 0.5 --method wanda {CALIBRATED}", 2, "raise --sparsity above 0.8"),

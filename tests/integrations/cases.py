@@ -3,37 +3,27 @@
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import samo
+from tests.integrations.tiny_lms import tiny_lm
 
 IDS: Final = torch.arange(16).view(2, 8) * 3
 
-_SMALL: Final = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 32,
-}
-
 FAMILIES: Final = ("GPT2", "Llama", "Qwen2", "Mistral", "Gemma", "Mixtral")
+
+_SIZES: Final = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"vocab_size": 64, "max_position_embeddings": 32},
+}
 
 
 def causal_lm(family: str, **changes: Any) -> Any:
     """A language model of two layers, in evaluation mode."""
-    transformers = pytest.importorskip("transformers")
-    sizes = _SMALL | {"Mixtral": {"num_local_experts": 4}}.get(family, {})
-    # Gemma's embeddings are tied, and so are GPT-2's.
-    if family == "Gemma":
-        sizes |= {"head_dim": 8}
-    config = getattr(transformers, f"{family}Config")(**sizes | changes)
-    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    return getattr(transformers, name)(config).eval()
+    # A folder does not say how to compute experts, so no way is chosen here either.
+    experts = {"experts_implementation": None} if family == "Mixtral" else {}
+    return tiny_lm(family.lower(), **_SIZES | experts | changes).eval()
 
 
 def pruned(family: str, sparsity: float = 0.9, **changes: Any) -> tuple[Any, samo.Masks]:

@@ -26,16 +26,6 @@ def test_a_dense_folder_has_the_weights_the_zeros_and_the_masks(
     assert samo.Masks.from_zeros(again) != masks  # a kept weight is 0
     assert names(out) >= {"config.json", "model.safetensors", "masks.safetensors", "README.md"}
 
-    samo.compress_(model, masks, dtype=torch.bfloat16)
-    out = samo.export(model, tmp_path / "narrow")
-    again = open_model(out)
-    assert again.dtype == torch.bfloat16
-    assert torch.equal(logits(again), logits(model))
-    assert open_masks(out, again) == masks
-    is_tied = model.config.tie_word_embeddings
-    head, embedding = again.get_output_embeddings(), again.get_input_embeddings()
-    assert (head.weight is embedding.weight) == is_tied
-
 
 def test_masks_make_zeros_without_changing_the_model(tmp_path: Path) -> None:
     model, _ = pruned("Llama", sparsity=0.5)

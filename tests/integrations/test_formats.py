@@ -104,7 +104,7 @@ def test_a_tied_and_pruned_embedding_stays_tied(
 def test_save_pretrained_writes_what_from_pretrained_reads_and_rounds_nothing(
     tmp_path: Path,
 ) -> None:
-    model = trained("Qwen2")
+    model = trained("Mistral")
     model.generation_config.max_length = 77
     model.save_pretrained(tmp_path / "first", max_shard_size="10KB")
     assert len(list((tmp_path / "first").glob("model-*"))) > 2

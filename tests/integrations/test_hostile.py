@@ -17,8 +17,7 @@ from samo.integrations.model_folders import open_compressed, open_masks, open_mo
 from tests.integrations.cases import load, pruned
 
 NAME: Final = "model.layers.0.mlp.up_proj.weight"
-MODULE: Final = NAME.removesuffix(".weight")
-State = dict[str, Tensor]
+Edit = Callable[[Any], Tensor | None]
 
 
 @pytest.fixture
@@ -33,9 +32,12 @@ def bitmask(tmp_path: Path) -> Path:
     return samo.export(model, tmp_path / "llama", format="bitmask", masks=masks)
 
 
-def change(folder: Path, edit: Callable[[State], Any]) -> None:
+def change(folder: Path, name: str, edit: Edit) -> None:
+    """Change a tensor of a folder's file; None stands for one that is not there."""
     state = load_file(folder / "model.safetensors")
-    edit(state)
+    changed = edit(state.pop(name, None))
+    if changed is not None:
+        state[name] = changed
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -44,47 +46,58 @@ def configure(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def flip(state: State, place: int) -> None:
-    state[NAME + BITMAP][place] ^= 128
+def flipped(place: int) -> Edit:
+    def edit(bitmap: Any) -> Tensor:
+        bitmap[place] ^= 128
+        return torch.as_tensor(bitmap)
+
+    return edit
 
 
-HOSTILE: Final[dict[str, tuple[Callable[[State], Any], str]]] = {
+HOSTILE: Final[dict[str, tuple[str, Edit, str]]] = {
     "values cut": (
-        lambda s: s.update({NAME: s[NAME][:-1]}),
+        NAME,
+        lambda values: values[:-1],
         r"weight' has shape \(204,\) in the file, \(205,\) in the model",
     ),
-    "values dense": (lambda s: s.update({NAME: torch.zeros(64, 32)}), r"has shape \(64, 32\)"),
-    "values of integers": (lambda s: s.update({NAME: s[NAME].long()}), "is I64 in the file"),
-    "a flipped bit": (lambda s: flip(s, 0), "its bits do not match their fingerprint"),
-    "another fingerprint": (lambda s: flip(s, -1), "its bits do not match their fingerprint"),
+    "values dense": (NAME, lambda _: torch.zeros(64, 32), r"has shape \(64, 32\)"),
+    "values of integers": (NAME, lambda values: values.long(), "is I64 in the file"),
+    "a flipped bit": (NAME + BITMAP, flipped(0), "its bits do not match their fingerprint"),
+    "another fingerprint": (NAME + BITMAP, flipped(-1), "its bits do not match their fingerprint"),
     "a short bitmap": (
-        lambda s: s.update({NAME + BITMAP: s[NAME + BITMAP][:40]}),
+        NAME + BITMAP,
+        lambda bitmap: bitmap[:40],
         "up_proj.weight' does not fit the model: a mask of 2,048 weights needs 64 int32 words",
     ),
-    "an empty bitmap": (
-        lambda s: s.update({NAME + BITMAP: torch.empty(0, dtype=torch.uint8)}),
-        "does not fit the model",
-    ),
+    "an empty bitmap": (NAME + BITMAP, lambda bitmap: bitmap[:0], "does not fit the model"),
     "a bitmap of floats": (
-        lambda s: s.update({NAME + BITMAP: s[NAME + BITMAP].float()}),
+        NAME + BITMAP,
+        lambda bitmap: bitmap.float(),
         r"_bitmap' is F32 \(288,\), not a list of bytes",
     ),
     "a bitmap of nothing": (
-        lambda s: s.update({"x.weight" + BITMAP: s[NAME + BITMAP].clone()}),
+        "x.weight" + BITMAP,
+        lambda _: torch.zeros(288, dtype=torch.uint8),
         r"'x.weight_bitmap' is of no weight",
     ),
-    "no bitmap": (lambda s: s.pop(NAME + BITMAP), r"has shape \(205,\) in the file, \(64, 32\)"),
-    "no bitmaps": (
-        lambda s: [s.pop(name) for name in list(s) if name.endswith(BITMAP)],
-        "has no bitmaps, so it is not compressed; remove quantization_config",
+    "no bitmap": (
+        NAME + BITMAP,
+        lambda _: None,
+        r"has shape \(205,\) in the file, \(64, 32\)",
     ),
-    "no values": (lambda s: s.pop(NAME), "is not complete: 'model.layers.0.mlp.up_proj.weight' is"),
+    "no values": (
+        NAME,
+        lambda _: None,
+        "is not complete: 'model.layers.0.mlp.up_proj.weight' is",
+    ),
     "an embedding too large": (
-        lambda s: s.update({"model.embed_tokens.weight": torch.zeros(65, 32)}),
+        "model.embed_tokens.weight",
+        lambda _: torch.zeros(65, 32),
         r"embed_tokens.weight' has shape \(65, 32\) in the file, \(64, 32\) in the model",
     ),
     "a tensor too many": (
-        lambda s: s.update({"model.layers.7.x": torch.zeros(1)}),
+        "model.layers.7.x",
+        lambda _: torch.zeros(1),
         "the model has no 'model.layers.7.x'",
     ),
 }
@@ -92,10 +105,19 @@ HOSTILE: Final[dict[str, tuple[Callable[[State], Any], str]]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_a_kernel_indexes_by_is_checked(case: str, compressed: Path) -> None:
-    edit, message = HOSTILE[case]
-    change(compressed, edit)
+    *edit, message = HOSTILE[case]
+    change(compressed, *edit)
     for act in (load, open_model, open_compressed):
         with pytest.raises((CheckpointError, MaskError), match=message):
+            act(compressed)
+
+
+def test_a_compressed_folder_has_bitmaps(compressed: Path) -> None:
+    state = load_file(compressed / "model.safetensors")
+    for name in [name for name in state if name.endswith(BITMAP)]:
+        change(compressed, name, lambda _: None)
+    for act in (load, open_model, open_compressed):
+        with pytest.raises(CheckpointError, match="has no bitmaps, so it is not compressed; rem"):
             act(compressed)
 
 
@@ -105,7 +127,7 @@ def test_a_tied_weight_has_one_mask(tmp_path: Path) -> None:
     both = [samo.Mask.from_bool(torch.arange(shape.numel()).view(shape) % n == 0) for n in (2, 3)]
     masks = samo.Masks({**masks, "model.embed_tokens.weight": both[0]})
     folder = samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
-    change(folder, lambda state: state.update({"lm_head.weight_bitmap": to_bytes(both[1])}))
+    change(folder, "lm_head.weight_bitmap", lambda _: to_bytes(both[1]))
     for act in (load, open_model, open_compressed):
         with pytest.raises(
             CheckpointError, match=r"is not that of 'model.embed_tokens.weight', wh"
@@ -116,7 +138,7 @@ def test_a_tied_weight_has_one_mask(tmp_path: Path) -> None:
 def test_bits_past_the_end_of_a_mask_are_refused(tmp_path: Path) -> None:
     model, masks = pruned("Llama", intermediate_size=33)  # 1,056 weights, not a multiple of 64
     folder = samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
-    change(folder, lambda state: flip(state, -33))
+    change(folder, NAME + BITMAP, flipped(-33))
     with pytest.raises(MaskError, match="has bits set past its last weight"):
         load(folder)
 
@@ -222,56 +244,41 @@ def test_a_hostile_header_is_refused(data: bytes, compressed: Path) -> None:
             act(compressed)
 
 
-BITMASKS: Final[dict[str, tuple[Callable[[State], Any], str]]] = {
-    "no values": (lambda s: s.pop(f"{MODULE}.compressed"), "has a .bitmask and no .compressed"),
-    "no shape": (lambda s: s.pop(f"{MODULE}.shape"), "has a .bitmask and no .shape"),
+BITMASKS: Final[dict[str, tuple[str, Edit, str]]] = {
+    "no values": ("compressed", lambda _: None, "has a .bitmask and no .compressed"),
+    "no shape": ("shape", lambda _: None, "has a .bitmask and no .shape"),
     "values cut": (
-        lambda s: s.update({f"{MODULE}.compressed": s[f"{MODULE}.compressed"][1:]}),
+        "compressed",
+        lambda values: values[1:],
         r"has values of F32 \(\d+,\), and its bitmask keeps \d+",
     ),
-    "values of integers": (
-        lambda s: s.update({f"{MODULE}.compressed": s[f"{MODULE}.compressed"].long()}),
-        "has values of I64",
-    ),
+    "values of integers": ("compressed", lambda values: values.long(), "has values of I64"),
     "a huge shape": (
-        lambda s: s.update({f"{MODULE}.shape": torch.tensor([2**40, 2**40])}),
-        r"has a .bitmask of U8 \(60, 4\) for a shape of \[1099511627776, ",
+        "shape",
+        lambda _: torch.tensor([2**40, 2**40]),
+        r"has a .bitmask of U8 \(32, 8\) for a shape of \[1099511627776, ",
     ),
-    "a negative shape": (
-        lambda s: s.update({f"{MODULE}.shape": torch.tensor([60, -1])}),
-        "for a shape of",
-    ),
-    "a shape of floats": (
-        lambda s: s.update({f"{MODULE}.shape": torch.tensor([60.0, 32.0])}),
-        "has a .shape of F32",
-    ),
-    "a scalar": (
-        lambda s: s.update({f"{MODULE}.bitmask": torch.tensor(1, dtype=torch.uint8)}),
-        "has a .shape of I64",
-    ),
-    "another shape": (
-        lambda s: s.update({f"{MODULE}.shape": torch.tensor([60, 31])}),
+    "a negative shape": ("shape", lambda _: torch.tensor([32, -1]), "for a shape of"),
+    "a shape of floats": ("shape", lambda _: torch.tensor([32.0, 60.0]), "has a .shape of F32"),
+    "a scalar": ("bitmask", lambda bits: bits[0, 0], "has a .shape of I64"),
+    "a shorter row": (
+        "shape",
+        lambda _: torch.tensor([32, 57]),
         "has bits set past the end of a row|its bitmask keeps",
+    ),
+    "a bit past the end of a row": (
+        "bitmask",
+        lambda bits: bits | torch.tensor([0] * 7 + [128], dtype=torch.uint8),
+        "has bits set past the end of a row",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BITMASKS)
 def test_a_bitmask_folder_is_checked(case: str, bitmask: Path) -> None:
-    edit, message = BITMASKS[case]
-    change(bitmask, edit)
+    part, edit, message = BITMASKS[case]
+    change(bitmask, f"model.layers.0.mlp.down_proj.{part}", edit)  # rows of 60
     with pytest.raises(CheckpointError, match=message):
-        open_model(bitmask)
-
-
-def test_bits_past_the_end_of_a_row_are_refused(bitmask: Path) -> None:
-    name = "model.layers.0.mlp.down_proj.bitmask"  # rows of 60
-
-    def edit(state: State) -> None:
-        state[name][3, -1] |= 128
-
-    change(bitmask, edit)
-    with pytest.raises(CheckpointError, match="has bits set past the end of a row"):
         open_model(bitmask)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +33,23 @@ def folder(tmp_path: Path) -> Path:
     return samo.export(model, tmp_path / "llama", max_shard_size="30KB")
 
 
+def save_run(run: Path, model: Any, masks: samo.Masks, **options: Any) -> Path:
+    """Write what a run of samo finetune has of its model; return the checkpoint."""
+    model.config.save_pretrained(run / "hugging-face")
+    samo.compress_(model, masks, **options)
+    samo.save(run / "checkpoints" / "last", model)
+    return run / "checkpoints" / "last"
+
+
 def test_a_run_of_finetune_is_its_config_and_its_checkpoint(tmp_path: Path) -> None:
     model, masks = pruned("Llama", tie_word_embeddings=True)
     run = tmp_path / "run"
-    model.config.save_pretrained(run / "hugging-face")
+    checkpoint = save_run(run, model, masks)
     model.generation_config.max_length = 77
     model.generation_config.save_pretrained(run / "hugging-face")
     (run / "hugging-face" / "tokenizer.json").write_text("{}")
     (run / "run.json").write_text("{}")
-    samo.compress_(model, masks)
-    samo.save(run / "checkpoints" / "last", model)
-    for path in (run, run / "checkpoints" / "last"):
+    for path in (run, checkpoint):
         again = open_model(path)
         assert torch.equal(logits(again), logits(model))
         assert again.generation_config.max_length == 77
@@ -56,11 +63,7 @@ def test_a_run_of_finetune_is_its_config_and_its_checkpoint(tmp_path: Path) -> N
 
 
 def test_masks_and_values_of_a_checkpoint_fit_each_other(tmp_path: Path) -> None:
-    model, masks = pruned("Llama")
-    model.config.save_pretrained(tmp_path / "hugging-face")
-    samo.compress_(model, masks)
-    checkpoint = tmp_path / "checkpoints" / "last"
-    samo.save(checkpoint, model)
+    checkpoint = save_run(tmp_path, *pruned("Llama"))
     manifest = read_manifest(checkpoint)
     name = "weights.safetensors"
     file = manifest.data / name
@@ -76,11 +79,7 @@ def test_masks_and_values_of_a_checkpoint_fit_each_other(tmp_path: Path) -> None
 
 
 def test_the_dtype_of_a_checkpoint_is_one(tmp_path: Path) -> None:
-    model, masks = pruned("Llama")
-    model.config.save_pretrained(tmp_path / "hugging-face")
-    samo.compress_(model, masks)
-    checkpoint = tmp_path / "checkpoints" / "last"
-    samo.save(checkpoint, model)
+    checkpoint = save_run(tmp_path, *pruned("Llama"))
     content = read_manifest(checkpoint).content
     content["model"]["dtype"] = "load"
     (checkpoint / "manifest.json").write_bytes(encode_manifest(content))
@@ -92,10 +91,7 @@ def test_a_pruned_embedding_of_a_run_stays_tied(tmp_path: Path) -> None:
     model, masks = pruned("Llama", tie_word_embeddings=True)
     embedding = model.get_input_embeddings().weight
     masks = samo.Masks({**masks, "model.embed_tokens.weight": samo.Mask.from_bool(embedding > 0)})
-    model.config.save_pretrained(tmp_path / "hugging-face")
-    samo.compress_(model, masks, dtype=torch.bfloat16)
-    samo.save(tmp_path / "checkpoints" / "last", model)
-    again = open_compressed(tmp_path / "checkpoints" / "last")
+    again = open_compressed(save_run(tmp_path, model, masks, dtype=torch.bfloat16))
     assert again.dtype == torch.bfloat16
     assert torch.equal(logits(again), logits(model))
     assert again.lm_head.weight is again.model.embed_tokens.weight
@@ -155,12 +151,9 @@ def test_links_and_pipes_are_refused(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointError, match="pipe' is a link, a pipe or a device"):
         open_model(folder)
-
-
-def test_links_in_a_circle_are_refused(folder: Path) -> None:
-    (folder / "a").symlink_to("b")
-    (folder / "b").symlink_to("a")
-    with pytest.raises(CheckpointError, match=r"(a|b)' is a link, a pipe or a device"):
+    (folder / "pipe").unlink()
+    (folder / "circle").symlink_to("circle")
+    with pytest.raises(CheckpointError, match="circle' is a link, a pipe or a device"):
         open_model(folder)
 
 
