@@ -25,17 +25,10 @@ def test_no_timing_makes_a_deadlock_a_race_or_another_loss(first: int) -> None:
         assert outcome_of("samo", seed, case) == "right", (seed, case)
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("handed over when announced", "deadlock"),
-        ("sent before it is computed", "race"),
-        ("communicators created late", "deadlock"),
-    ],
-)
-def test_the_model_sees_a_transport_that_breaks_a_rule(name: str, found: str) -> None:
-    case = Case(4, 6, num_queues=1, is_turned=False)
-    assert found in {outcome_of(name, seed, case) for seed in range(5)}
+@pytest.mark.parametrize(("is_turned", "found"), [(False, "deadlock"), (True, "race")])
+def test_the_model_finds_what_was_wrong_in_0_1(is_turned: bool, found: str) -> None:
+    case = Case(4, 6, num_queues=8 if is_turned else 1, is_turned=is_turned)
+    assert found in {outcome_of("samo 0.1", seed, case) for seed in range(5)}
 
 
 @pytest.mark.parametrize("is_ring", [False, True])
