@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import samo
+from samo.mask import bitmap
 from samo.mask.masks import Masks
 from samo.pruning import sparsegpt
 from samo.pruning.blocks import BlockModel
@@ -59,8 +60,11 @@ def test_masks_and_weights_are_those_of_the_published_formulas(
     assert changed == (set(masks) if method == "sparsegpt" else set())
 
 
-def test_wanda_in_float32_is_equal_too() -> None:
-    model, data = language_model("llama"), batches()
+def test_wanda_in_float32_and_over_several_chunks_is_equal_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", 1)
+    model, data = language_model("llama", hidden_size=64, intermediate_size=96), batches()
     expected = reference(copy.deepcopy(model), data, "wanda", 0.6, None, 128)
     masks = prune(model, 0.6, method="wanda", calibration=data)
     assert all(torch.equal(masks[name].to_bool(), keep) for name, keep in expected.items())
@@ -84,8 +88,13 @@ def test_blocks_are_given_what_the_model_gives_them(family: str) -> None:
     for hook in hooks:
         hook.remove()
     model.train()
-    for (_, run), expected in zip(BlockModel(model, data).walk({}), given, strict=True):
+    wanted = {name: model.get_parameter(name) for name in samo.prunable(model)}
+    held: list[dict[str, Tensor]] = []
+    for (weights, run), expected in zip(BlockModel(model, data).walk(wanted), given, strict=True):
         assert all(map(torch.equal, run(), expected))
+        assert weights
+        assert not any(held), "the copies of the block before are gone"
+        held.append(weights)
         assert not any(module.training for module in model.modules())
     assert all(module.training for module in model.modules())
     assert not any("forward" in vars(block) for block in blocks_of(model))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,16 +38,17 @@ def weights_of(model: nn.Module) -> dict[str, Weight]:
 
 
 def dense_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the dense weights."""
-    return {name: model.get_submodule(name[0]).weight.detach().clone() for name in NAMES}
+    """Return copies of the dense weights, in float32."""
+    state = samo.dense_state_dict(model)
+    return {name: state[name].clone() for name in NAMES}
 
 
 def backward(model: nn.Module, x: Tensor) -> None:
     model(x).float().square().mean().backward()
 
 
-def train_step(model: nn.Module, opt: Any, x: Tensor | None = None) -> None:
-    backward(model, torch.randn(8, 40) if x is None else x)
+def train_step(model: Any, opt: Any, x: Tensor | None = None) -> None:
+    backward(model, torch.randn(8, 40).to(model[0].weight.dtype) if x is None else x)
     opt.step()
     opt.zero_grad()
 
@@ -55,44 +57,51 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
 
 
+def changes(
+    schedule: Any, model: nn.Module, opt: Any, steps: int
+) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
+    """Train, and yield each new mask: step, name, weight and mask of before, mask."""
+    for step in range(1, steps + 1):
+        train_step(model, opt)
+        dense, kept = dense_of(model), masks_of(model)
+        for name, mask in (schedule.step() or {}).items():
+            yield step, name, dense[name], kept[name], mask.to_bool()
+
+
+def largest(scores: Tensor, kept: Tensor, count: int) -> Tensor:
+    """Return which ``count`` of the kept entries have the largest scores."""
+    found = torch.zeros(scores.numel(), dtype=torch.bool)
+    order = scores.abs().masked_fill(~kept, -1).view(-1).argsort(descending=True)
+    found[order[:count]] = True
+    return found.view_as(scores)
+
+
 def test_set_drops_the_smallest_and_grows_at_random() -> None:
-    dtype = torch.bfloat16
-    model = build(dtype=dtype)
+    model = build(dtype=torch.bfloat16)
     opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
     moving = samo.DynamicSparse(model, opt, drop=0.4, every=3, stop=10)
-    for step in range(1, 13):
-        train_step(model, opt, torch.randn(8, 40, dtype=dtype))
-        before = masks_of(model)
-        dense = {name: torch.zeros(before[name].shape) for name in NAMES}
-        for name in NAMES:
-            dense[name][before[name]] = model.get_parameter(name).detach()
-        masks = moving.step()
-        assert (masks is not None) == (step in (3, 6, 9))
-        for name in NAMES if masks is not None else ():
-            count = round(0.4 / 2 * (1 + math.cos(step * math.pi / 10)) * int(before[name].sum()))
-            after = masks[name].to_bool()
-            assert after.sum() == before[name].sum()
-            score = dense[name].abs().masked_fill(~before[name], -1).view(-1)
-            cut = score.sort(descending=True)[0][int(before[name].sum()) - count - 1]
-            assert after.view(-1)[score > cut].all()  # late entries often have equal magnitudes
-            new = after & ~before[name]
-            assert 0 < new.sum() <= count
-            assert not dense_of(model)[name][new].any()
-            ages = torch.full(after.shape, -1, dtype=torch.int16)
-            ages[after] = opt.state[model.get_parameter(name)]["age"]
-            assert (ages[new] == 0).all()
-            assert (ages[after & before[name]] > 0).all()
+    seen = []
+    for step, name, dense, before, after in changes(moving, model, opt, 12):
+        seen.append((step, name))
+        kept = int(before.sum())
+        count = round(0.4 / 2 * (1 + math.cos(step * math.pi / 10)) * kept)
+        assert after.sum() == kept
+        cut = dense[before].abs().sort(descending=True).values[kept - count - 1]
+        assert after[dense.abs() > cut].all()  # late entries often have equal magnitudes
+        new = after & ~before
+        assert 0 < new.sum() <= count
+        assert not dense_of(model)[name][new].any()
+        ages = torch.full(after.shape, -1, dtype=torch.int16)
+        ages[after] = opt.state[model.get_parameter(name)]["age"]
+        assert (ages[new] == 0).all()
+        assert (ages[after & before] > 0).all()
+    assert seen == [(step, name) for step in (3, 6, 9) for name in NAMES]
 
 
 def rigl_retold(weight: Tensor, kept: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Drop the smallest, then grow the largest gradients among all that are not kept any more."""
-    score = weight.abs().masked_fill(~kept, -1).view(-1)
-    survivors = torch.zeros(weight.numel(), dtype=torch.bool)
-    survivors[score.argsort(descending=True)[: int(kept.sum()) - count]] = True
-    score = grad.abs().view(-1).masked_fill(survivors, -1)
-    grown = torch.zeros(weight.numel(), dtype=torch.bool)
-    grown[score.argsort(descending=True)[:count]] = True
-    return survivors.view_as(weight), (survivors | grown).view_as(weight)
+    survivors = largest(weight, kept, int(kept.sum()) - count)
+    return survivors, survivors | largest(grad, ~survivors, count)
 
 
 def test_rigl_decides_as_its_dense_retelling() -> None:

@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 import samo
-from tests.pruning.test_dynamic import NAMES, build, dense_of, masks_of, train_step, weights_of
+from tests.pruning.test_dynamic import (
+    NAMES,
+    build,
+    changes,
+    dense_of,
+    largest,
+    train_step,
+    weights_of,
+)
 
 # Gradual pruning
 
@@ -16,26 +24,15 @@ def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
     model = build(None)
     opt = samo.AdamW(model.parameters(), lr=1e-2)
     pruning = samo.GradualPruning(model, opt, 0.9, start=4, stop=27, every=5, initial=0.3)
-    kept = masks_of(model)
-    changes = []
-    for step in range(1, 31):
-        train_step(model, opt)
-        before = dense_of(model)
-        masks = pruning.step()
-        if masks is None:
-            continue
-        changes.append(step)
-        for name in NAMES:
-            part = min(1.0, (step - 4) / 23)
-            numel = before[name].numel()
-            count = numel - round(numel * (0.9 + (0.3 - 0.9) * (1 - part) ** 3))
-            score = before[name].abs().masked_fill(~kept[name], -1).view(-1)
-            expected = torch.zeros(numel, dtype=torch.bool)
-            expected[score.argsort(descending=True)[:count]] = True
-            kept[name] = expected.view_as(before[name])
-            assert torch.equal(masks[name].to_bool(), kept[name])
-            assert torch.equal(dense_of(model)[name], before[name] * kept[name])
-    assert changes == [4, 9, 14, 19, 24, 27]
+    seen = []
+    for step, name, dense, before, after in changes(pruning, model, opt, 30):
+        seen.append((step, name))
+        part = min(1.0, (step - 4) / 23)
+        numel = dense.numel()
+        count = numel - round(numel * (0.9 + (0.3 - 0.9) * (1 - part) ** 3))
+        assert torch.equal(after, largest(dense, before, count))
+        assert torch.equal(dense_of(model)[name], dense * after)
+    assert seen == [(step, name) for step in (4, 9, 14, 19, 24, 27) for name in NAMES]
 
 
 def test_a_model_sparser_than_the_final_sparsity_is_refused() -> None:

@@ -66,7 +66,7 @@ class Examples:
     """Of each example: its segment, its first token, the one after its last, and its targets."""
     vocab_size: int  # all tokens are less than this
     is_packed: bool = True  # whether a row of a batch may have several examples
-    _rows: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False)
+    _rows: dict[tuple[int, int], Rows] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.spans_N4)
@@ -96,7 +96,7 @@ class Examples:
         is_valid = np.zeros(count, dtype=bool)
         is_valid[np.random.default_rng(0).permutation(count)[:num_valid]] = True
         train, valid = (self.spans_N4[is_valid[whole] == held] for held in (False, True))
-        return replace(self, spans_N4=train, _rows={}), replace(self, spans_N4=valid, _rows={})
+        return replace(self, spans_N4=train), replace(self, spans_N4=valid)
 
     def prompt(self) -> NDArray[np.int32] | None:
         """Return what comes before the first token to learn of the first example that has it.

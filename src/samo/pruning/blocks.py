@@ -79,14 +79,16 @@ class BlockModel:
                 state = {name: _copied(tensor, self.device) for name, tensor in own.items()}
                 state |= {name: t.to(self.device) for name, t in block.named_buffers()}
                 run = partial(self._run, index, state)
-                yield {names[id(p)]: state[n] for n, p in own.items() if id(p) in names}, run
+                weights = {names[id(p)]: state[n] for n, p in own.items() if id(p) in names}
+                yield weights, run
                 if index + 1 < len(self.blocks):
                     for batch, output in enumerate(run()):
                         self._outputs[batch] = _moved(output, self.home)
                 self._num_done += 1
                 if self._progress is not None:
                     self._progress(self._num_done, self._num_all)
-                state.clear()  # the caller may still hold ``run``
+                state.clear()  # the caller may still hold both
+                weights.clear()
 
     def _run(self, index: int, state: dict[str, Tensor]) -> Iterator[Any]:
         for batch in range(len(self.batches)):

@@ -122,7 +122,8 @@ def prune(
 
 def _check_calibration(model: nn.Module, method: Method, scope: Scope, calibration: object) -> None:
     """Refuse what calibrated methods cannot do, and calibration data that nothing would read."""
-    needs = method in ("wanda", "sparsegpt") or scope == "owl"
+    is_calibrated = method in get_args(CalibratedMethod)
+    needs = is_calibrated or scope == "owl"
     what = f"scope='{scope}'" if scope == "owl" else f"method='{method}'"
     if needs and calibration is None:
         raise ValueError(
@@ -131,7 +132,7 @@ def _check_calibration(model: nn.Module, method: Method, scope: Scope, calibrati
         )
     if not needs and calibration is not None:
         raise ValueError(f"{what} reads no calibration data; choose 'wanda' or 'sparsegpt'")
-    if method in ("wanda", "sparsegpt") and scope == "global":
+    if is_calibrated and scope == "global":
         raise ValueError(
             f"{what} compares weights within a layer, since scores of different layers have "
             "different units; choose scope='tensor', 'erk' or 'owl'"
@@ -145,7 +146,7 @@ def _masks(
 ) -> dict[str, Mask]:
     values = {name: parameters[name].detach() for name in group.names}
     if method == "random":
-        values = {name: equal_values(value, value.shape) for name, value in values.items()}
+        values = {name: equal_values(value.shape, value.device) for name, value in values.items()}
     if group.pattern is None:
         words = keep_largest(values, group.kept, seed)
     else:

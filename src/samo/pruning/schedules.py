@@ -320,7 +320,7 @@ class DynamicSparse(MaskSchedule):
             count = round(fraction * weight.kept)
             values = _finite_values(name, weight)
             survivors = prune_to(name, weight.mask, values, weight.kept - count, seed)
-            scores = equal_values(values, weight.shape)
+            scores = equal_values(weight.shape, values.device)
             found[name] = survivors | grow_largest(name, scores, survivors, count, seed)
         return found
 

@@ -2,7 +2,7 @@
 
 Each entry has an integer key; the largest keys are kept. The key of a magnitude is its bit pattern
 without the sign, which orders floating-point numbers by value and makes -0.0 and 0.0 equal. A hash
-of name, place and seed breaks ties, so of equal values it draws some at random.
+of name, place and seed breaks ties: of equal values it draws some at random.
 
 Over whole tensors, the smallest kept key, the cut, is found by counting digits (radix select), so
 nothing is ever sorted, and only the tables of counts are copied to the host:
@@ -86,10 +86,8 @@ def keep_neighbours(
     unit = math.lcm(size * after, 2 * bitmap.WORD_BITS)  # whole groups, and whole pairs of words
     for start, stop in bitmap.chunks(values.numel(), unit):
         scores = entries.scores(start, stop, (-1, size, after))
-        share = kept
-        if isinstance(kept, Tensor):
-            groups = slice(start // (size * after), stop // (size * after))
-            share = kept[groups, None, None]
+        first = start // (size * after)
+        share = kept if isinstance(kept, int) else kept[first : first + len(scores), None, None]
         bitmap.pack(largest_of(scores, share).view(-1), words, start)
     return words
 
@@ -100,9 +98,8 @@ def largest_of(scores: Tensor, kept: int | Tensor) -> Tensor:
     if size > _MOST_COMPARED:
         order = scores.sort(dim=1, descending=True, stable=True).indices
         is_kept = torch.arange(size, device=scores.device)[:, None] < kept
-        return torch.empty_like(order, dtype=torch.bool).scatter_(
-            1, order, is_kept.expand_as(order)
-        )
+        keep = torch.empty_like(order, dtype=torch.bool)
+        return keep.scatter_(1, order, is_kept.expand_as(order))
     num_larger = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
     for i in range(size):
         for j in range(i + 1, size):
@@ -112,9 +109,9 @@ def largest_of(scores: Tensor, kept: int | Tensor) -> Tensor:
     return num_larger < kept
 
 
-def equal_values(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return values of a shape, without memory, of which only the seed chooses some."""
-    return torch.zeros((), dtype=torch.bfloat16, device=like.device).expand(tuple(shape))
+def equal_values(shape: Iterable[int], device: torch.device) -> Tensor:
+    """Return equal values, which take no memory: the hash alone decides, so at random."""
+    return torch.zeros((), dtype=torch.bfloat16, device=device).expand(tuple(shape))
 
 
 def count_not_finite(values: Tensor) -> int:
