@@ -13,12 +13,14 @@ from samo.report.figures import spread
 from samo.report.page import write_report
 from samo.report.runs import Run, read_run, read_runs
 from samo.report.theme import DARK, LIGHT, drawing, to_svg
-from samo.train.events import Scheduled
+from samo.train.events import Event, Scheduled
 from tests.report.runs import (
     KEPT,
     NUMEL,
+    evaluated,
     gradual,
     observed,
+    pruned,
     remapped,
     stepped,
     write_run,
@@ -53,6 +55,28 @@ def test_losses_are_averaged_within_each_phase(tmp_path: Path) -> None:
     assert high < run.steps[0].loss, "the first steps do not stretch the axis"
     assert all(low < e.valid_loss < high for e in run.evals)
     assert axes.get_xlim() == (0, 300)
+
+
+def test_every_validation_is_drawn_at_its_step_and_loss(tmp_path: Path) -> None:
+    losses = {0: 3.38, 50: 0.97, 100: 0.9, 150: math.inf, 200: 0.86}
+    events: list[Event] = [stepped(step, 0.9 + 0.1 * (step % 3)) for step in range(1, 201)]
+    before = pruned(0), evaluated(0, losses.pop(0))
+    events += [evaluated(step, loss) for step, loss in losses.items()]
+    folder = write_run(tmp_path, steps=0, more=[*before, *events], end=None)
+    (run,) = read_runs([folder])
+    figure = draw("loss", [run])
+    (axes,) = figure.axes
+    with drawing():
+        svg = to_svg(figure)
+    finite = {0: 3.38, 50: 0.97, 100: 0.9, 200: 0.86}
+    places = axes.transData.transform([*finite.items()])
+    expected = [(x, figure.bbox.height - y) for x, y in places]
+    drawn = re.findall(
+        r'<use xlink:href="#[^"]*" x="([-\d.]+)" y="([-\d.]+)" style="[^"]*page', svg
+    )
+    assert [tuple(map(float, at)) for at in drawn] == [pytest.approx(at) for at in expected]
+    inside = axes.get_window_extent()
+    assert all(inside.contains(x, y) for x, y in places)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.9, 2.8), (2.0, 2.2), (0.3, 6.1), (1.9e6, 2.8e6)])

@@ -20,7 +20,7 @@ __all__ = []
 
 _LEFT: Final = 52
 _START: Final = 0.05
-"""Fraction of a run whose losses, much higher than all later ones, do not stretch the axis."""
+"""Fraction of a run whose training losses, much higher than later ones, do not stretch the axis."""
 _LETTERS: Final = 18
 
 Label = tuple[str, str, float]
@@ -33,17 +33,17 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
     labels: list[Label] = []
     visible: list[float] = []
     for run in runs:
-        colour = run_colour(run.place)
+        colour, evals = run_colour(run.place), finite_evals(run.evals)
         _draw_phases(axes, run, runs, lambda step: step.loss)
         axes.plot(
-            [e.step for e in run.evals],
-            [e.valid_loss for e in run.evals],
+            [e.step for e in evals],
+            [e.valid_loss for e in evals],
             "o",
             color=LIGHT["page"],
             markeredgecolor=colour,
             markeredgewidth=1.6,
             markersize=5.5,
-            markevery=max(1, len(run.evals) // 40),
+            markevery=max(1, len(evals) // 40),
             clip_on=False,
             zorder=4,
         )
@@ -51,7 +51,7 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         losses = [step.loss for step in run.steps if step.step >= late]
         losses = [loss for loss in losses if math.isfinite(loss)]
         visible += np.percentile(losses, [1, 99]).tolist() if losses else []
-        visible += [e.valid_loss for e in finite_evals(run.evals) if e.step >= late]
+        visible += [e.valid_loss for e in evals]
         if run.last_eval or losses:
             end = run.last_eval.valid_loss if run.last_eval else last_loss(run)
             labels.append(_end_label(run, formatting.loss(end), end))
