@@ -25,7 +25,7 @@ from samo.models.shapes import SHAPES, GPTConfig
 from samo.train import events, run_dir
 from samo.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from samo.train.config_io import read_toml
-from samo.train.resolve import CHANGEABLE
+from samo.train.resolve import changeable
 from samo.train.trainer import train
 from samo.utils.formatting import size
 
@@ -126,9 +126,7 @@ def test_the_example_of_a_config_file_is_read(tmp_path: Path) -> None:
 
 def test_the_page_lists_what_may_change_when_a_run_goes_on() -> None:
     text = section_of("training.md", "What may change with --resume")
-    named = re.findall(r"`(?:--)?([\w-]+)`", text)
-    names = {name.replace("_", "-") for name in CHANGEABLE}
-    assert sorted(named) == sorted("TEXT" if name == "train" else name for name in names)
+    assert sorted(re.findall(r"`([\w-]+)`", text)) == changeable("train")
 
 
 # Run folders

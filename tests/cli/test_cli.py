@@ -149,6 +149,8 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("train --resume r --config c", 2, "leave out --config"),
         ("train --resume r --out c", 2, "leave out --out"),
         ("train note.txt", 1, "did you mean 'notes.txt'?"),
+        ("train chat.jsonl", 2, "reads plain text; fine-tune a model on them: samo finetune MODEL"),
+        ("train notes.txt --valid chat.parquet", 2, "MODEL_DIR --data chat.parquet; or write the"),
         ("train short.txt", 1, "--context"),
         ("train notes.txt --tokenizer none", 1, "none"),
         ("train notes.txt --out notes.txt", 1, "notes.txt"),
@@ -159,7 +161,8 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("report nothing", 1, "nothing"),
         ("inspect nothing", 1, "'nothing' does not exist"),
         ("inspect .", 1, "has no run.json, manifest.json or config.json; pass a mask file"),
-        ("inspect notes.txt", 1, "'notes.txt' is not a mask file"),
+        ("inspect notes.txt", 1, "is not a mask file, or it is damaged; pass a mask file, a che"),
+        ("generate runs/zzz", 1, "'runs/zzz' does not exist; name a checkpoint, a run folder, or"),
         ("inspect --verify", 2, "--verify needs a checkpoint"),
         ("inspect hugging", 1, "'hugging/config.json' cannot be read: "),
         ("inspect hugging --verify", 2, "--verify needs a checkpoint or a run folder; leave"),
@@ -212,6 +215,8 @@ def test_train_resume_report_inspect_and_prune(
     complaint = capsys.readouterr().err
     assert "--width was 32, not 64" in complaint
     assert "These may change: --compile, --data, --eval-batches" in complaint
+    assert main(["train", "--resume", "runs/notes-2", "--steps", "1"]) == 2
+    assert "the run has 1 dense steps before it is pruned; --steps must" in capsys.readouterr().err
 
     assert main(["train", "--resume", "runs/notes-2"]) == 0
     assert capsys.readouterr().out == "'runs/notes-2' is complete; extend it with --steps\n"

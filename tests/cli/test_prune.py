@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,10 @@ def test_examples_calibrate_as_samo_finetune_reads_them(
     expected = samo.prune(model, 0.5, method="wanda", calibration=batches)
     assert samo.Masks.load("masks.safetensors") == expected
     assert type_in(f"{typed} --samples 1000") == 1
-    assert "samples of 32 tokens, and 1,000 are asked for" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "samples of 32 tokens, and 1,000 are asked for; use more examples, or --sam" in told
+    flags = told.rpartition(" or ")[2].strip()
+    assert type_in(f"{typed} {flags} --out as-told.safetensors") == 0
 
 
 def test_patterns_scopes_and_rules_reach_the_masks(here: Path) -> None:
@@ -221,7 +225,7 @@ def sparse(folder: Path) -> None:
             save_model,
             "--sparsity 0.5 --method wanda --calibration notes.txt",
             1,
-            "tokens, and 128 samples of 64 need 8,192; use more text, fewer --samples or",
+            "tokens, and 128 samples of 64 need 8,192; use more text, or --samples ",
         ),
         (
             save_model,
@@ -329,6 +333,28 @@ def test_samples_do_not_overlap_and_begin_as_a_text_does(
     assert all(bytes(row) in windows for row in whole.tolist())
     with pytest.raises(DataError, match="a context of 1 tokens has no room for text"):
         calibration_batches(here / "digits.txt", encode, samples=8, context=1)
+
+
+@pytest.mark.parametrize("num_tokens", [30, 90, 3600, 20_000])
+@pytest.mark.parametrize("marks", [0, 1])
+def test_too_short_a_text_is_refused_with_what_it_is_enough_for(
+    num_tokens: int, marks: int, here: Path
+) -> None:
+    def encode(text: str) -> torch.Tensor:
+        return torch.cat([torch.zeros(marks), torch.ones(len(text))]).long()
+
+    (here / "short.txt").write_text("x" * num_tokens)
+    with pytest.raises(DataError, match="tokens, and 128 samples of 2,048 need") as refused:
+        calibration_batches(here / "short.txt", encode, 128, 2048)
+    found = re.search(r"use more text, or --samples (\d+) --context (\d+)$", str(refused.value))
+    if num_tokens < 32 - marks:
+        assert found is None
+        return
+    assert found is not None
+    samples, context = map(int, found.groups())
+    rows = torch.cat(calibration_batches(here / "short.txt", encode, samples, context))
+    assert rows.shape == (samples, context)
+    assert samples * context >= num_tokens / 2
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1,), (33, 65)])

@@ -485,6 +485,7 @@ def test_nothing_that_fits_is_an_error_with_numbers(
         ({"method": "sparsegpt"}, "--method has no effect without --sparsity"),
         ({"sparsity": 0.5, "masks": Path("m")}, "--sparsity has no effect with --masks .*/m;"),
         ({"sparsity": 0.0}, "--sparsity 0 prunes nothing"),
+        ({"steps": 2, "epochs": 1.0}, "--steps and --epochs both say how long to train; leave"),
         ({"distill": 0.3}, "--distill has no effect without --teacher"),
         ({"fp32_gradients": True, "dtype": "float32"}, "--fp32-gradients has no effect with"),
         ({"fp32_gradients": True, "dtype": "bf16", "state": "lean"}, "lean does not work with --f"),

@@ -29,6 +29,7 @@ def run(command: Generate) -> int:
     check_ranges(command)
     if command.chat and command.prompt is not None:
         raise ConfigError("--chat reads messages line by line; leave out --prompt")
+    model_folders.find(command.model)  # refuses a wrong path before it reads a prompt
     prompt = "" if command.chat else _prompt(command.prompt)
     how = Sampling(command.max_tokens, command.temperature, command.top_p, command.seed)
     console = PatientConsole()

@@ -21,7 +21,7 @@ from samo.cli.console import (
     layer_of,
     mask_table,
 )
-from samo.errors import CheckpointError, ConfigError
+from samo.errors import CheckpointError, ConfigError, MaskError
 from samo.integrations.inspection import FolderFacts, inspect_folder
 from samo.mask.masks import Masks
 from samo.report import findings
@@ -72,14 +72,16 @@ def _page(path: Path | None, *, verify: bool) -> Page:
         return _machine()
     if (path / "config.json").is_file():
         return _model(path, inspect_folder(path))
-    if path.is_file():
-        masks = Masks.load(path)
-        return _with_masks({"masks": str(path), "fingerprint": masks.fingerprint()}, masks)
-    names = "run.json, manifest.json or config.json"
-    what = f"has no {names}" if path.exists() else "does not exist"
-    raise CheckpointError(
-        f"'{path}' {what}; pass a mask file, a checkpoint, a run or a Hugging Face folder"
-    )
+    why = f"'{path}' does not exist"
+    if path.is_dir():
+        why = f"'{path}' has no run.json, manifest.json or config.json"
+    elif path.exists():
+        try:
+            masks = Masks.load(path)
+            return _with_masks({"masks": str(path), "fingerprint": masks.fingerprint()}, masks)
+        except MaskError as error:
+            why = str(error).partition(";")[0]  # the rest is for Python
+    raise CheckpointError(f"{why}; pass a mask file, a checkpoint, a run or a Hugging Face folder")
 
 
 def _with_masks(found: Facts, masks: Masks) -> Page:

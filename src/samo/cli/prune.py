@@ -202,8 +202,8 @@ def _examples(model: Any, command: Prune, context: int) -> list[Tensor]:
     if len(found) < command.samples:
         raise DataError(
             f"the {len(data):,} examples in '{command.calibration}' make {len(found):,} samples of "
-            f"{context:,} tokens, and {command.samples:,} are asked for; use more examples, fewer "
-            "--samples or a shorter --context"
+            f"{context:,} tokens, and {command.samples:,} are asked for; use more examples, or "
+            f"--samples {len(found)} --context {context}"
         )
     return found
 

@@ -18,6 +18,8 @@ __all__ = []
 _TOKENS_PER_BATCH: Final = 2048
 _PIECE: Final = 2**16
 """Characters that are encoded at once. A tokenizer takes some 100 bytes of memory for each."""
+_FEW: Final = 8
+"""Samples that are better than fewer and longer ones."""
 _POOL: Final = 4  # times as many windows are encoded as drawn, if the text has them
 
 
@@ -46,9 +48,14 @@ def calibration_batches(
         if num_tokens >= _POOL * samples * length:
             break
     if num_tokens < samples * length:
+        short = context
+        while short > 64 and num_tokens // (short - len(before)) < min(samples, _FEW):
+            short //= 2
+        most = min(num_tokens // (short - len(before)), samples)
+        instead = f", or --samples {most} --context {short}" if most else ""
         raise DataError(
             f"'{path}' has {num_tokens:,} tokens, and {samples:,} samples of {context:,} need "
-            f"{samples * length:,}; use more text, fewer --samples or a shorter --context"
+            f"{samples * length:,}; use more text{instead}"
         )
     windows = torch.cat(found)[: num_tokens // length * length].view(-1, length)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]

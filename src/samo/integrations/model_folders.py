@@ -84,7 +84,9 @@ def _hub_name(path: Path) -> str:
     """Return the name of a model on the hub that somebody may mean by a path; "" if none."""
     here = Path.cwd()
     near = path.relative_to(here) if path.is_relative_to(here) else path
-    is_name = len(near.parts) == 2 and not near.is_absolute() and near.parts[0] not in (".", "..")
+    is_name = (
+        len(near.parts) == 2 and not near.is_absolute() and near.parts[0] not in (".", "..", "runs")
+    )
     return str(near) if is_name and not path.parent.exists() else ""
 
 

@@ -109,8 +109,8 @@ class FinetuneRun(CommonRun):
 
     steps: Count | Auto = "auto"  # type: ignore[assignment]
     """Optimizer steps. auto: what --epochs take."""
-    epochs: Annotated[float, Range(1e-9)] = 1.0
-    """Passes over the data, if --steps does not say."""
+    epochs: Annotated[float, Range(1e-9)] | Auto = "auto"
+    """Passes over the data, in place of --steps. auto: 1."""
     batch_size: Count = 8
     seed: Seed = 0
     """Seed of the data order, and of ties between weights to prune."""
@@ -178,7 +178,7 @@ class ResolvedFinetuneModel(FinetuneModel):
 class ResolvedFinetuneRun(ResolvedRun):
     """`FinetuneRun` without "auto"."""
 
-    epochs: float
+    epochs: float | Auto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

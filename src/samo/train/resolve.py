@@ -113,6 +113,12 @@ def resolve(config: TrainConfig | FinetuneConfig) -> Resolved:
 def _resolve_train(config: TrainConfig) -> ResolvedConfig:
     if not config.data.train:
         raise ConfigError("no text to train on; name a file: samo train notes.txt")
+    for path in (*config.data.train, *config.data.valid):
+        if path.suffix in (".jsonl", ".ndjson", ".parquet"):
+            raise ConfigError(
+                f"'{path}' has examples, and samo train reads plain text; fine-tune a model on "
+                f"them: samo finetune MODEL_DIR --data {path}; or write their text to a .txt file"
+            )
     prune, steps = config.prune, config.run.steps
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
@@ -182,11 +188,13 @@ def with_steps(config: ResolvedFinetune, sequences: int) -> ResolvedFinetune:
     run, optim, steps = config.run, config.optim, config.run.steps
     if isinstance(steps, str):
         taken = run.batch_size * run.accumulate
-        steps = max(1, math.ceil(run.epochs * sequences / taken))
+        epochs = 1.0 if isinstance(run.epochs, str) else run.epochs
+        steps = max(1, math.ceil(epochs * sequences / taken))
     warmup = optim.warmup_steps
     if isinstance(warmup, str):
         warmup = math.ceil(0.03 * steps)
-    return replace(config, run=replace(run, steps=steps), optim=replace(optim, warmup_steps=warmup))
+    run = replace(run, steps=steps, epochs="auto")  # the steps say it from here on
+    return replace(config, run=run, optim=replace(optim, warmup_steps=warmup))
 
 
 # Runs that resume
@@ -223,14 +231,30 @@ def resolve_resumed(
         values = filled(after, **{name: known[name] for name in known if hasattr(after, name)})
         for name, value in values.items():
             if value != getattr(before, name) and name not in CHANGEABLE:
-                flags = ", ".join(map(flag, sorted(CHANGEABLE - {"train"})))
                 raise ConfigError(
                     f"a resumed run keeps its settings, and {flag(name)} was "
                     f"{getattr(before, name)}, not {value}; leave it out, or start a new run. "
-                    f"These may change: {flags}, and the path of the text"
+                    f"These may change: {', '.join(changeable(recorded.kind))}"
                 )
         sections[section.name] = type(after)(**values)
+    dense = recorded.prune.dense_steps if isinstance(recorded, ResolvedConfig) else 0
+    if dense and sections["run"].steps <= dense:
+        raise ConfigError(
+            f"the run has {dense:,} dense steps before it is pruned; --steps must be more than "
+            f"{dense:,}"
+        )
     return resolve(_KINDS[recorded.kind](**sections))
+
+
+def changeable(kind: str) -> list[str]:
+    """Return the flags of the settings that a resumed run of a command may change."""
+    found = []
+    for section in get_type_hints(_KINDS[kind]).values():
+        for name, hint in get_type_hints(section, include_extras=True).items():
+            if name in CHANGEABLE:
+                names = [getattr(each, "name", None) for each in getattr(hint, "__metadata__", ())]
+                found.append(flag(next(filter(None, names), name)))
+    return sorted("TEXT" if each == "--train" else each for each in found)
 
 
 # Single settings
@@ -409,6 +433,8 @@ def _finetune_problems(config: ResolvedFinetune) -> Iterator[str]:
         yield f"{how} has no effect without --sparsity; add one, such as --sparsity 0.5"
     if prune.sparsity == 0 and not prune.rules:
         yield "--sparsity 0 prunes nothing; use one such as 0.5, or leave it out for a pruned model"
+    if isinstance(config.run.steps, int) and config.run.epochs != "auto":
+        yield "--steps and --epochs both say how long to train; leave one of them out"
     given = _changed(model, FinetuneModel(), ["distill", "temperature"])
     if given and model.teacher is None:
         yield f"{given} has no effect without --teacher; name the folder of the dense model"
