@@ -197,6 +197,7 @@ def test_a_batch_is_divided_among_replicas_and_micro_batches_or_refused() -> Non
 
 def test_settings_that_can_hardly_be_meant_are_named() -> None:
     assert list(doubts(resolve(config()))) == []
+    assert list(doubts(resolve(config(optim={"lr": 0.0})))) == ["--lr 0 trains nothing"]
     late = config(run={"steps": 10}, optim={"lr": 1.0, "warmup_steps": 40})
     assert [*doubts(resolve(late))] == [
         "--warmup-steps 40 takes all of the 10 steps, so the learning rate only rises, to 0.25"

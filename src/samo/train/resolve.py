@@ -274,6 +274,8 @@ def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
 def doubts(config: Resolved) -> Iterator[str]:
     """Yield a line for each setting that works but can hardly be meant."""
     warmup, steps = config.optim.warmup_steps, config.run.steps
+    if config.optim.lr == 0:
+        yield "--lr 0 trains nothing"
     if isinstance(warmup, int) and isinstance(steps, int) and warmup >= steps:  # or "auto" yet
         peak = learning_rate(steps, steps, config.optim)
         yield (
