@@ -549,6 +549,7 @@ def test_state_that_torch_would_not_make_is_refused(
         ((*STATE, "exp_avg"), [{"$tensor": "0.weight/exp_avg"}], "'exp_avg': None.* instead of"),
         (("state", "ghost"), {"a": 1}, "is damaged: it has optimizer state without settings"),
         (("more",), {"x": {"$tensor": ["F99", 1]}}, "its settings are not valid"),
+        ((*GROUP, "lean"), True, "build samo.AdamW with state='lean' and entry_steps=True"),
         *(((*GROUP, key), value, "its settings are not valid") for key, value in BAD_SETTINGS),
     ],
 )

@@ -252,6 +252,15 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
     assert first["lr"] is not second["lr"]  # a scheduler may change one in place
 
 
+def test_plain_settings_load_into_a_fused_optimizer(tmp_path: Path) -> None:
+    model, again = net(), net(1)
+    opt = torch.optim.AdamW(model.parameters())
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, other := torch.optim.AdamW(again.parameters(), fused=True))
+    assert_same(other.state_dict(), opt.state_dict())
+
+
 def test_groups_are_matched_by_name_and_may_be_cut_otherwise(tmp_path: Path) -> None:
     model, again = compressed(), compressed(seed=1)
     opt = adamw(model)
