@@ -1,12 +1,14 @@
 """Figures of the benchmarks, in the look of the report: sizes in pixels, PNG and SVG."""
 
 import io
+from pathlib import Path
 from typing import Final
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from samo.report.theme import LIGHT, drawing, run_colour, run_dashes
+from samo.utils import atomic_io
 
 __all__ = [
     "LIGHT",
@@ -18,6 +20,7 @@ __all__ = [
     "run_dashes",
     "to_png",
     "to_svg",
+    "write_figure",
 ]
 
 Figure = tuple[bytes, str]
@@ -50,3 +53,10 @@ def to_svg(figure: Canvas) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
+
+
+def write_figure(figure: Figure, folder: Path, name: str) -> None:
+    """Write NAME.png and NAME.svg."""
+    png, svg = figure
+    atomic_io.write_bytes(folder / f"{name}.png", png)
+    atomic_io.write_bytes(folder / f"{name}.svg", svg.encode())

@@ -6,10 +6,9 @@ Reads rows.jsonl in the folder, and writes NAME.png and NAME.svg beside it.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.drawing import (
     LIGHT,
@@ -20,12 +19,12 @@ from benchmarks.drawing import (
     run_colour,
     to_png,
     to_svg,
+    write_figure,
 )
+from benchmarks.measure import Row, read_lines
 from samo.utils.formatting import percent, three_digits
 
 __all__ = ["kernels_figure", "step_figure"]
-
-Row = dict[str, Any]
 
 _WIDTH: Final = 880
 _ORDER: Final = ("compress", "expand", "update, exact", "update, lean", "update, dense")
@@ -100,12 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="result of samo bench")
     folder = parser.parse_args().folder
-    lines = (folder / "rows.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["median"] is not None]
+    rows = [row for row in read_lines(folder / "rows.jsonl") if row["median"] is not None]
     name = rows[0]["bench"]
-    png, svg = {"kernels": kernels_figure, "step": step_figure}[name](rows)
-    (folder / f"{name}.png").write_bytes(png)
-    (folder / f"{name}.svg").write_text(svg)
+    write_figure({"kernels": kernels_figure, "step": step_figure}[name](rows), folder, name)
     print(f"{folder / name}.png and .svg")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from samo.bench.rows import Table, environment, markdown
 from samo.bench.timing import in_turns, spread
+from samo.utils import atomic_io
 
 __all__ = [
     "Row",
@@ -20,9 +21,11 @@ __all__ = [
     "held_bytes",
     "in_turns",
     "is_installed",
+    "read_lines",
     "show",
     "spread",
     "time_ms",
+    "write_lines",
     "write_rows",
 ]
 
@@ -85,12 +88,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def write_rows(path: Path | None, rows: Iterable[Row]) -> None:
-    """Write one JSON object a line, each with machine, versions, date and commit."""
-    if path is None:
-        return
+    """Write rows, each with machine, versions, date and commit; nothing without a path."""
+    if path is not None:
+        about = environment(torch.device("cpu"))
+        write_lines(path, [row | about for row in rows])
+
+
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Write one JSON object a line, in place of the file there was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = environment(torch.device("cpu"))
-    path.write_text("".join(f"{json.dumps(row | about)}\n" for row in rows))
+    atomic_io.write_bytes(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+def read_lines(path: Path) -> list[Row]:
+    """Return what `write_lines` wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def show(rows: Sequence[Row], columns: Sequence[str]) -> None:

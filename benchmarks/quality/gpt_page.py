@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.drawing import write_figure
+from benchmarks.measure import Row
 from benchmarks.quality import rates, spreads
 from benchmarks.quality.figures import Curve, Figure, curves_figure, dots_figure
 from samo.bench.rows import Table, markdown
@@ -12,8 +14,6 @@ from samo.utils import atomic_io
 from samo.utils.formatting import NOTHING, count, duration, size
 
 __all__ = ["write"]
-
-Row = dict[str, Any]
 
 _HEAD: Final = (
     "contender",
@@ -47,9 +47,8 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
     if len(lrs) > 1:
         figures["rates"] = ("Validation loss over the learning rate", _rates(tried))
         trials = f"Losses at other rates, seed {seeds[0]}:\n\n{markdown(_trials(tried)).rstrip()}"
-    for name, (_, (png, svg)) in figures.items():
-        atomic_io.write_bytes(folder / f"{name}.png", png)
-        atomic_io.write_bytes(folder / f"{name}.svg", svg.encode())
+    for name, (_, figure) in figures.items():
+        write_figure(figure, folder, name)
     sizes = ("num_layers", "width", "num_heads", "context", "batch", "steps")
     flags = " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in sizes)
     notes = [

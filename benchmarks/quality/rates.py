@@ -5,13 +5,12 @@ than a large one. With one rate for all, the table would say whom that rate suit
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.measure import Row
 from benchmarks.quality.runs import Job
 
 __all__ = ["USUAL", "best", "best_rows", "plan"]
-
-Row = dict[str, Any]
 
 USUAL: Final = (3e-4, 1e-3, 3e-3, 1e-2)
 """About half a power of ten apart."""

@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.measure import Row, read_lines, write_lines
 from samo.bench.rows import environment, reason
 from samo.errors import RunError
 from samo.utils import atomic_io
 
 __all__ = ["Job", "Kept", "Plan", "Row", "finish", "kept_rows"]
-
-Row = dict[str, Any]
-"""What one run found: contender, seed, settings, and figures of its own."""
 
 
 class Job(NamedTuple):
@@ -50,8 +48,7 @@ class Kept:
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None) -> None:
         self._path = folder / "rows.jsonl"
         self.settings = settings
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self.rows: list[Row] = [json.loads(line) for line in lines]
+        self.rows = read_lines(self._path) if self._path.exists() else []
         for row in self.rows:
             if settings is not None and row["settings"] != settings:
                 differing = ", ".join(
@@ -72,8 +69,7 @@ class Kept:
     def add(self, row: Row) -> None:
         """Keep a row, whatever happens afterwards."""
         self.rows.append(row)
-        text = "".join(f"{json.dumps(row)}\n" for row in self.rows)
-        atomic_io.write_bytes(self._path, text.encode())
+        write_lines(self._path, self.rows)
 
 
 @contextmanager

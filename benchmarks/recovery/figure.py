@@ -4,12 +4,21 @@ python -m benchmarks.recovery.figure rows.jsonl
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import LIGHT, Figure, drawing, new_figure, place, run_colour, to_png, to_svg
-from benchmarks.measure import Row
+from benchmarks.drawing import (
+    LIGHT,
+    Figure,
+    drawing,
+    new_figure,
+    place,
+    run_colour,
+    to_png,
+    to_svg,
+    write_figure,
+)
+from benchmarks.measure import Row, read_lines
 
 __all__ = []
 
@@ -66,9 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
     path = parser.parse_args().rows
-    png, svg = draw([json.loads(line) for line in path.read_text().splitlines()])
-    path.with_suffix(".png").write_bytes(png)
-    path.with_suffix(".svg").write_text(svg)
+    write_figure(draw(read_lines(path)), path.parent, path.stem)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ written after each line, so that they are kept when time runs out.
 """
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -13,17 +12,14 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from benchmarks.measure import Row, read_lines, write_lines
 from benchmarks.step import command
 from benchmarks.streamed.lines import LINES
-from benchmarks.streamed.page import read_rows, tables
+from benchmarks.streamed.page import tables
 from samo.bench.settings import StepConfig
-from samo.utils import atomic_io
 
 __all__ = ["run_line"]
-
-Row = dict[str, Any]
 
 
 def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
@@ -38,7 +34,7 @@ def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
         except subprocess.TimeoutExpired:
             print("stopped: the time is up", flush=True)
         found = out / "rows.jsonl"
-        return read_rows(found) if found.exists() else []
+        return read_lines(found) if found.exists() else []
 
 
 def main() -> None:
@@ -65,9 +61,7 @@ def main() -> None:
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
         rows += [{"line": name, **row} for row in found]
         if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            text = "".join(f"{json.dumps(row)}\n" for row in rows)
-            atomic_io.write_bytes(options.out, text.encode())
+            write_lines(options.out, rows)
     print(f"\n{tables(rows)}", flush=True)
 
 

@@ -6,12 +6,12 @@ Rows of a later file stand in place of those of the same line and contender befo
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from benchmarks.drawing import write_figure
+from benchmarks.measure import Row, read_lines, write_lines
 from benchmarks.step import command
 from benchmarks.streamed.frontier import frontier_figure
 from benchmarks.streamed.lines import LINES
@@ -19,14 +19,7 @@ from samo.bench import step
 from samo.bench.rows import Row as BenchRow, failures, markdown
 from samo.utils import atomic_io
 
-__all__ = ["merge", "read_rows", "tables", "write"]
-
-Row = dict[str, Any]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+__all__ = ["merge", "tables", "write"]
 
 
 def merge(files: Sequence[Sequence[Row]]) -> list[Row]:
@@ -51,14 +44,10 @@ def tables(rows: Sequence[Row]) -> str:
 
 def write(folder: Path, rows: Sequence[Row]) -> None:
     """Write rows, page and figure."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    atomic_io.write_bytes(folder / "rows.jsonl", text.encode())
+    write_lines(folder / "rows.jsonl", rows)
     figure = frontier_figure([row for row in rows if row["line"] == "frontier"])
     if figure is not None:
-        png, svg = figure
-        atomic_io.write_bytes(folder / "frontier.png", png)
-        atomic_io.write_bytes(folder / "frontier.svg", svg.encode())
+        write_figure(figure, folder, "frontier")
     parts = [
         "# Streamed and compiled weights",
         f"{_where(rows)} [docs/benchmarks.md](../../../docs/benchmarks.md) explains every column.",
@@ -86,7 +75,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", type=Path, help="files that bench.py has written")
     parser.add_argument("--out", type=Path, required=True, help="folder for the page")
     options = parser.parse_args()
-    write(options.out, merge([read_rows(path) for path in options.rows]))
+    write(options.out, merge([read_lines(path) for path in options.rows]))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from benchmarks import contenders, figures, step
+from benchmarks.measure import read_lines
 from benchmarks.streamed import bench as streamed, page
 from benchmarks.streamed.lines import LINES
 
@@ -48,7 +49,7 @@ def test_contenders_that_are_not_installed_are_named(
     only = ["--only", "masked,samo,autocast,torchao", "flashoptim"]
     assert step.main(["--quick", "--device", "cpu", "--out", str(out), *only]) == 0
     shown = capsys.readouterr().out
-    rows = {row["name"]: row for row in page.read_rows(out / "rows.jsonl")}
+    rows = {row["name"]: row for row in read_lines(out / "rows.jsonl")}
     assert list(rows) == ["masked", "samo", "autocast", "flashoptim", "torchao"]
     for name in ("torchao", "flashoptim"):
         assert f"not measured: {name}: not installed (" in shown
@@ -117,7 +118,7 @@ def test_lines_are_measured_by_the_command(
     monkeypatch.setattr(sys, "argv", ["bench", "eager", "13b", "--toy", "--out", str(out)])
     streamed.main()
     assert [command[command.index("--shape") + 1] for command in seen] == ["gpt3-2.7b", "gpt3-13b"]
-    assert [(row["line"], row["name"]) for row in page.read_rows(out)] == [
+    assert [(row["line"], row["name"]) for row in read_lines(out)] == [
         ("eager", "masked"),
         ("eager", "samo"),
         ("eager", "streamed"),
