@@ -1,5 +1,6 @@
 """Predicted state and peak against what models hold: the ledger, and a meter of live storages."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +54,8 @@ def compress(model: nn.Module, masks: samo.Masks, layout: Layout, **options: Any
     return samo.AdamW(model.parameters(), state=layout.state)
 
 
-def loss_of(model: Any, rows: int = BATCH) -> torch.Tensor:
-    tokens = torch.randint(500, (rows, 96))
+def loss_of(model: Any) -> torch.Tensor:
+    tokens = torch.randint(500, (BATCH, 96))
     if hasattr(model, "get_output_embeddings"):
         loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
@@ -74,18 +75,23 @@ class NewBytes(LiveBytes):
             super().see(tensor)
 
 
-def measured(ledger: samo.Ledger) -> dict[str, int]:
+def measured(
+    model: Any, opt: torch.optim.Optimizer, passes: Callable[[], object]
+) -> tuple[dict[str, int], int]:
+    """Return the state by kind after a step, and the peak of another."""
+    passes()
+    opt.step()
+    ledger = samo.ledger(model, opt)
     both = ledger.pruned.measured, ledger.unpruned.measured
-    found = {kind: sum(share[kind] for share in both) for kind in both[0]}
-    found["moments"] += found.pop("corrections")
-    return {kind: found[kind] for kind in ("values", "gradients", "moments", "bitmap", "dense")}
-
-
-def assert_state(job: Job, layout: Layout, ledger: samo.Ledger) -> None:
-    predicted = peak(job, layout).state
-    for kind, value in measured(ledger).items():
-        assert predicted[kind] == pytest.approx(value, rel=0.01, abs=2000), kind
-    assert sum(predicted.values()) == pytest.approx(ledger.measured_bytes, rel=0.01)
+    state = {kind: sum(share[kind] for share in both) for kind in both[0]}
+    state["moments"] += state.pop("corrections")
+    opt.zero_grad()
+    held = samo.ledger(model, opt).measured_bytes
+    with NewBytes() as meter:
+        passes()
+        opt.step()
+    kinds = ("values", "gradients", "moments", "bitmap", "dense")
+    return {kind: state[kind] for kind in kinds}, held + meter.peak_bytes
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "qwen3", "mixtral"])
@@ -95,19 +101,13 @@ def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
     model = model_of(family)
     masks = samo.prune(model, 0.8)
     layout = Layout(weights=weights, state=state, micro_batch=BATCH)
-    job = job_of(model, masks)
+    predicted = peak(job_of(model, masks), layout)
     opt = compress(model, masks, layout)
-    loss_of(model).backward()
-    opt.step()
-    assert_state(job, layout, ledger := samo.ledger(model, opt))
-    opt.zero_grad()
-    held = ledger.measured_bytes - measured(ledger)["gradients"]
-    with NewBytes() as meter:
-        loss_of(model).backward()
-        opt.step()
+    held, most = measured(model, opt, lambda: loss_of(model).backward())
+    assert predicted.state == pytest.approx(held, rel=0.01, abs=2000)
+    assert predicted.state_bytes == pytest.approx(sum(held.values()), rel=0.01)
     # Experts get as many tokens as the router sends them.
-    tolerance = 0.15 if family == "mixtral" else 0.05
-    assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=tolerance)
+    assert predicted.peak_bytes == pytest.approx(most, rel=0.15 if family == "mixtral" else 0.05)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -125,140 +125,56 @@ def test_the_peak_with_a_loss_in_chunks(checkpointing) -> None:
     assert job.network.max_logits == MAX_LOGITS
     job = replace(job, network=replace(job.network, max_logits=64 * 8192))
     opt = compress(model, masks, layout)
-    loss_of(model).backward()
-    opt.step()
-    ledger = samo.ledger(model, opt)
-    opt.zero_grad()
-    held = ledger.measured_bytes - measured(ledger)["gradients"]
-    with NewBytes() as meter:
-        loss_of(model).backward()
-        opt.step()
-    assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=0.02)
+    _, most = measured(model, opt, lambda: loss_of(model).backward())
+    assert peak(job, layout).peak_bytes == pytest.approx(most, rel=0.02)
     # The loss of a pipeline of such a model is the caller's own.
     assert job.network.logits(96 * BATCH, pipe=2) == 96 * BATCH * 8192
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_the_peak_with_checkpointing_and_accumulation(family) -> None:
+def test_the_peak_with_checkpointing_and_accumulation(family, count) -> None:
     model = model_of(family)
     if family == "gpt":
-        model.config = CONFIG.__class__(
-            **{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | {"is_checkpointed": True}
-        )
+        model.config = replace(CONFIG, is_checkpointed=True)
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     masks = samo.prune(model, 0.8)
-    for count in (1, 2):
-        layout = Layout(weights="streamed", checkpointing=True, micro_batch=BATCH)
-        job = job_of(model, masks, batch=count * BATCH)
-        if count == 1:
-            opt = compress(model, masks, layout)
-            loss_of(model).backward()
-            opt.step()
-        opt.zero_grad()
-        ledger = samo.ledger(model, opt)
-        with NewBytes() as meter:
-            for _ in range(count):
-                loss_of(model).backward()
-            opt.step()
-        found = ledger.measured_bytes + meter.peak_bytes
-        assert peak(job, layout).peak_bytes == pytest.approx(found, rel=0.05)
-
-
-# Ranks
-
-
-def on_ranks(rank: int, num_ranks: int, layout: Layout) -> list[int]:
-    model = GPT(CONFIG)
-    masks = samo.prune(model, 0.8)
-    if layout.pipe > 1:
-        mesh = samo.mesh(pipe=layout.pipe, data=layout.data, device="cpu")
-        pipeline = samo.Pipeline(
-            model, lambda x, y: nn.functional.cross_entropy(x.flatten(0, 1).float(), y.flatten()),
-            mesh, micro_batches=2,
-        )  # fmt: skip
-        opt = compress(pipeline.module, pipeline.masks(masks), layout)
-        tokens = torch.randint(500, (BATCH, 96))
-        pipeline.step(tokens, target=tokens)
-        opt.step()
-        found = measured(samo.ledger(pipeline.module, opt))
-        pipeline.close()
-        return [*found.values()]
+    layout = Layout(weights="streamed", checkpointing=True, micro_batch=BATCH)
+    job = job_of(model, masks, batch=count * BATCH)
     opt = compress(model, masks, layout)
-    whole: Any = model
-    if layout.shard:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for part in (*model.blocks, model):
-            fully_shard(part, mp_policy=policy)
-        opt = samo.AdamW(model.parameters())
-    elif num_ranks > 1:
-        whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    loss_of(whole).backward()
-    opt.step()
-    dist.barrier()
-    return [*measured(samo.ledger(whole, opt)).values()]
+    _, most = measured(model, opt, lambda: [loss_of(model).backward() for _ in range(count)])
+    assert peak(job, layout).peak_bytes == pytest.approx(most, rel=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(data=2, micro_batch=BATCH),
-        Layout(data=2, micro_batch=BATCH, weights="streamed", state="lean"),
-        Layout(data=2, micro_batch=BATCH, weights="streamed", shard=True),
-        Layout(pipe=2, micro_batch=2),
-        Layout(pipe=2, micro_batch=2, weights="streamed", state="lean"),
-    ],
-    ids=["ddp", "ddp-lean", "fsdp2", "pipe", "pipe-lean"],
-)
-def test_the_state_of_each_stage_is_that_of_its_ledger(layout) -> None:
-    model = GPT(CONFIG)
-    job = job_of(model, samo.prune(model, 0.8), batch=BATCH * layout.data)
-    held = run_ranks(2, on_ranks, layout)
-    for number, stage in enumerate(stages(job.network, layout.pipe)):
-        predicted = stage_state(job, layout, stage)
-        assert [*predicted.values()] == pytest.approx(held[number * layout.data], rel=0.01, abs=999)
-
-
-def peak_on_ranks(rank: int, num_ranks: int, layout: Layout, count: int) -> int:
-    names = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
-    model: Any = GPT(GPTConfig(**names | {"is_checkpointed": layout.checkpointing}))
+def on_ranks(rank: int, num_ranks: int, layout: Layout, count: int) -> tuple[list[int], int]:
+    model: Any = GPT(replace(CONFIG, is_checkpointed=layout.checkpointing))
     masks = samo.prune(model, 0.8)
-    tokens = torch.randint(500, (layout.micro_batch * count, 96))
     if layout.pipe > 1:
         pipeline = samo.Pipeline(
             model, lambda x, y: nn.functional.cross_entropy(x.flatten(0, 1).float(), y.flatten()),
             samo.mesh(pipe=layout.pipe, device="cpu"), micro_batches=count,
         )  # fmt: skip
-        model = pipeline.module
-        opt = compress(model, pipeline.masks(masks), layout)
-        passes = [lambda: pipeline.step(tokens, target=tokens)]
-    else:
-        opt = compress(model, masks, layout)
-        if layout.shard:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-            for part in (*model.blocks, model):
-                fully_shard(part, mp_policy=policy)
-            opt, whole = samo.AdamW(model.parameters()), model
-        else:
-            whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        passes = [lambda: whole(tokens[:BATCH], tokens[:BATCH]).backward()] * count
-
-    def step() -> None:
-        for one in passes:
-            one()
-        opt.step()
-
-    step()
-    opt.zero_grad()
-    held = samo.ledger(model, opt).measured_bytes
-    with NewBytes() as meter:
-        step()
-    dist.barrier()
-    if layout.pipe > 1:
+        opt = compress(pipeline.module, pipeline.masks(masks), layout)
+        tokens = torch.randint(500, (layout.micro_batch * count, 96))
+        state, most = measured(pipeline.module, opt, lambda: pipeline.step(tokens, target=tokens))
         pipeline.close()
-    return held + meter.peak_bytes
+        return [*state.values()], most
+    opt, whole = compress(model, masks, layout), model
+    if layout.shard:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for part in (*model.blocks, model):
+            fully_shard(part, mp_policy=policy)
+        opt = samo.AdamW(model.parameters())
+    else:
+        whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    state, most = measured(whole, opt, lambda: [loss_of(whole).backward() for _ in range(count)])
+    dist.barrier()
+    return [*state.values()], most
+
+
+STREAMED: Any = {"weights": "streamed"}
 
 
 @pytest.mark.slow
@@ -267,16 +183,24 @@ def peak_on_ranks(rank: int, num_ranks: int, layout: Layout, count: int) -> int:
     [
         (Layout(pipe=2, micro_batch=2), 4),
         (Layout(pipe=2, micro_batch=2, checkpointing=True), 4),
+        (Layout(pipe=2, micro_batch=2, state="lean", **STREAMED), 4),
         (Layout(pipe=3, micro_batch=2), 6),
         (Layout(data=2, micro_batch=BATCH), 1),
-        (Layout(data=2, micro_batch=BATCH, weights="streamed", shard=True), 1),
-        (Layout(data=2, micro_batch=BATCH, weights="streamed", shard=True), 2),
+        (Layout(data=2, micro_batch=BATCH, state="lean", **STREAMED), 1),
+        (Layout(data=2, micro_batch=BATCH, shard=True, **STREAMED), 1),
+        (Layout(data=2, micro_batch=BATCH, shard=True, **STREAMED), 2),
     ],
-    ids=["pipe", "pipe-checkpointed", "pipe-3", "ddp", "fsdp2", "fsdp2-accumulated"],
+    ids=["pipe", "pipe-ckpt", "pipe-lean", "pipe-3", "ddp", "ddp-lean", "fsdp2", "fsdp2-2"],
 )
-def test_the_peak_of_ranks_is_that_of_a_meter(layout, count) -> None:
+def test_state_and_peak_are_those_of_ranks(layout: Layout, count: int) -> None:
     model = GPT(CONFIG)
-    masks = samo.prune(model, 0.8)
-    job = job_of(model, masks, batch=layout.data * layout.micro_batch * count)
-    found = max(run_ranks(layout.num_ranks, peak_on_ranks, layout, count))
-    assert peak(job, layout).peak_bytes == pytest.approx(found, rel=0.05)
+    job = job_of(model, samo.prune(model, 0.8), batch=layout.data * layout.micro_batch * count)
+    found = run_ranks(layout.num_ranks, on_ranks, layout, count)
+    for number, stage in enumerate(stages(job.network, layout.pipe)):
+        held, _ = found[number * layout.data]
+        predicted = stage_state(job, layout, stage)
+        assert [*predicted.values()] == pytest.approx(held, rel=0.01, abs=999)
+    if layout.pipe == 1 or layout.state == "exact":
+        # On a CPU a lean update takes more than the passes of so small a stage.
+        most = max(most for _, most in found)
+        assert peak(job, layout).peak_bytes == pytest.approx(most, rel=0.05)

@@ -1,4 +1,4 @@
-"""The search against an exhaustive one, and what must never get worse."""
+"""The search against an exhaustive one, what must never get worse, and the choice of a layout."""
 
 import itertools
 import time
@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from samo.errors import ConfigError
 from samo.models.shapes import GPTConfig
+from samo.planner.cost import step_time
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link
-from samo.planner.memory import Job, Layout
-from samo.planner.network import gpt, named
-from samo.planner.search import evaluate, search
+from samo.planner.memory import Job, Layout, peak
+from samo.planner.network import ENDS, gpt, named
+from samo.planner.search import choose, evaluate, layouts, search
 
 ROUND = 10**8
+H200 = Cluster(hardware=HARDWARE["h200"])
+JOB = Job(network=named("gpt3-2.7b").pruned(0.9), batch=4, context=2048)
 
 jobs = st.builds(
     lambda layers, width, sparsity, batch, context: Job(
@@ -77,6 +81,13 @@ def test_the_first_option_is_the_best_of_all(job: Job, hardware: Hardware, num_g
     is_bad, value = exhaustive(job, cluster)
     assert found[0].fits == (not is_bad)
     assert found[0].key[1] == pytest.approx(value, rel=1e-9)
+    if is_bad:
+        with pytest.raises(ConfigError, match="no layout that these settings allow fits on "):
+            choose(job, cluster)
+    else:
+        best, _ = choose(job, cluster)
+        assert best.fits
+        assert best.time.total <= 1.02 * value
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,3 +136,52 @@ def test_compressed_state_helps_most_where_links_are_slow() -> None:
 
     ethernet = replace(fast, inter=Link(bandwidth=1.25e9, latency_s=5e-5))
     assert gain(ethernet) > 2 > gain(fast) > 0.9  # dense FSDP2 need not expand weights
+
+
+def test_the_reason_says_what_a_plainer_layout_would_take() -> None:
+    roomy, reason = choose(JOB, H200)
+    assert roomy.layout == Layout(micro_batch=4)
+    assert reason.startswith("resident, exact: ")
+    assert reason.endswith("layouts that fit")
+    tight, reason = choose(JOB, Cluster(hardware=replace(H200.hardware, memory_bytes=10e9)))
+    assert tight.layout.checkpointing
+    assert "; resident, exact takes " in reason
+    assert reason.endswith("GB, too much")
+    _, reason = choose(JOB, replace(H200, num_gpus=4), [Layout(pipe=2, data=2)])
+    assert "2 x 2 (stages x replicas), resident, exact, micro-batches of 1: " in reason
+
+
+def test_only_the_given_layouts_are_chosen_from() -> None:
+    lean = (one for one in layouts(JOB, H200) if one.state == "lean" and one.checkpointing)
+    found = choose(JOB, H200, lean)[0].layout
+    assert (found.state, found.checkpointing) == ("lean", True)
+    with pytest.raises(ConfigError, match="the smallest takes nothing of"):
+        choose(JOB, H200, [])
+
+
+def test_a_frozen_embedding_has_neither_gradient_nor_state() -> None:
+    frozen = replace(JOB, network=JOB.network.with_frozen(ENDS))
+    numel = sum(m.numel for i in (0, -1) for m in JOB.network.layers[i].matrices)
+    for state, trained in (("exact", 4 + 2 + 8 + 2), ("lean", 7 + 8 / 256)):
+        layout = Layout(state=state, micro_batch=4, checkpointing=True)  # type: ignore[arg-type]
+        before, after = peak(JOB, layout), peak(frozen, layout)
+        saved = before.state_bytes - after.state_bytes
+        assert saved == pytest.approx((trained - 2) * numel, rel=1e-6)
+        assert after.peak_bytes < before.peak_bytes
+        times = [step_time(job, layout, H200) for job in (JOB, frozen)]
+        assert times[1].compute < times[0].compute
+        assert times[1].optimizer < times[0].optimizer
+
+
+def test_a_budget_for_all_weights_is_as_fast_as_resident_ones() -> None:
+    for network in (JOB.network, JOB.network.with_frozen(ENDS)):
+        resident, budget = (
+            step_time(replace(JOB, network=network), Layout(weights=weights), H200)
+            for weights in ("resident", 10**11)  # type: ignore[arg-type]
+        )
+        assert budget.expand_compress == resident.expand_compress
+
+
+def test_what_is_pruned_cannot_be_frozen() -> None:
+    with pytest.raises(ConfigError, match="head cannot be frozen and pruned"):
+        JOB.network.pruned(0.9, {"head": 0.5}).with_frozen(ENDS)
