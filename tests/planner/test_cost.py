@@ -1,10 +1,12 @@
 """Predicted memory and time against steps measured on an H200, and against the simulator."""
 
 import time
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from benchmarks.plan_check import h200_rows, has_streamed_copies, predict_row
+from benchmarks.plan_check import bench
+from benchmarks.plan_check.bench import h200_rows, has_streamed_copies, predict_row
 from hypothesis import given, settings, strategies as st
 
 from samo.models.shapes import GPTConfig
@@ -43,6 +45,11 @@ def test_a_step_takes_as_long_as_on_an_h200() -> None:
         assert abs(error) < (0.15 if is_loose else 0.07), row_id(row)
         errors.append(abs(error))
     assert sum(errors) / len(errors) < 0.04
+
+
+def test_the_page_has_todays_table() -> None:
+    page = Path(bench.__file__).with_name("README.md").read_text()
+    assert "\n".join(bench.h200_table()) in page
 
 
 # Links

@@ -1,15 +1,17 @@
 """What `samo plan` predicts beside what was measured: committed H200 rows, and this machine now.
 
-    python -m benchmarks.plan_check h200
-    python -m benchmarks.plan_check here --ranks 1 2 4 --rounds 15
+    python -m benchmarks.plan_check.bench h200
+    python -m benchmarks.plan_check.bench here --ranks 1 2 4 --rounds 15
 
 `here` times the machine and trains a GPT on gloo ranks in turns, so that other work slows both.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,13 +27,13 @@ from samo.bench.timing import in_turns
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig
 from samo.planner.cost import step_time
-from samo.planner.hardware import HARDWARE, Cluster, Hardware
+from samo.planner.hardware import HARDWARE, Cluster
 from samo.planner.memory import Job, Layout, peak
 from samo.planner.network import gpt
 
-__all__ = ["main", "predict_row"]
+__all__ = ["h200_rows", "h200_table", "has_streamed_copies", "main", "predict_row"]
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results"
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "dense": {"scheme": "dense"},
     "autocast": {"scheme": "autocast"},
@@ -87,29 +89,25 @@ def has_streamed_copies(row: dict[str, Any]) -> bool:
     return row["name"] == "streamed" and row["figures"]["state_bytes_per_param"] < 2.8
 
 
-def h200() -> None:
-    """Print predicted and measured state, peak and time."""
-    print("| model, sequences | scheme | state, GB | peak, GB | error | step, ms | error |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+def h200_table() -> Iterator[str]:
+    """Yield predicted and measured state, peak and time."""
+    yield "| model, sequences | scheme | state, GB | peak, GB | error | step, ms | error |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    cluster = Cluster(hardware=HARDWARE["h200"])
     for row in h200_rows():
         job, layout = predict_row(row)
-        memory, figures = peak(job, layout), row["figures"]
+        memory, figures, about = peak(job, layout), row["figures"], row["parameters"]
         copies = memory.state["dense"] if has_streamed_copies(row) else 0.0
         pairs = [
             ((memory.state_bytes - copies) / 1e9, figures["state_bytes"] / 1e9),
             ((memory.peak_bytes - copies) / 1e9, figures["peak_bytes"] / 1e9),
-            (
-                step_time(job, layout, Cluster(hardware=HARDWARE["h200"])).total * 1e3,
-                row["median"],
-            ),
+            (step_time(job, layout, cluster).total * 1e3, row["median"]),
         ]
-        shown = [f"{ours:.4g} / {theirs:.4g}" for ours, theirs in pairs]
-        errors = [f"{ours / theirs - 1:+.1%}" for ours, theirs in pairs]
-        about = row["parameters"]
+        state, top, step = (f"{ours:.4g} / {theirs:.4g}" for ours, theirs in pairs)
+        _, top_error, step_error = (f"{ours / theirs - 1:+.1%}" for ours, theirs in pairs)
         name = f"{about['shape'].removeprefix('gpt3-')}, {job.batch} x {job.context:,}"
         name += "" if about["checkpointed"] else ", not checkpointed"
-        cells = [name, row["name"], shown[0], shown[1], errors[1], shown[2], errors[2]]
-        print(f"| {' | '.join(cells)} |")
+        yield f"| {name} | {row['name']} | {state} | {top} | {top_error} | {step} | {step_error} |"
 
 
 # This machine
@@ -143,36 +141,22 @@ def work(rank: int, num_ranks: int, rounds: int) -> dict[str, list[float]]:
         samo.mesh(device="cpu")
     machine = Machine(num_ranks)
     layouts = layouts_on(num_ranks)
-    steps = {name: step_of(layout) for name, layout in layouts.items()}
-    times = in_turns({**machine.calls, **steps}, rounds=rounds)
-    hardware = machine.hardware("here", times)
-    for close in CLOSE:
-        close()
+    with contextlib.ExitStack() as stack:
+        steps = {name: step_of(layout, stack) for name, layout in layouts.items()}
+        times = in_turns({**machine.calls, **steps}, rounds=rounds)
+    cluster = Cluster(hardware=machine.hardware("here", times), num_gpus=num_ranks)
+    network = gpt(CONFIG).pruned(0.9)
+    job = Job(network=network, batch=BATCH, context=CONFIG.context, dtype="float32")
     return {
-        name: [predicted(hardware, layout), statistics.median(times[name]) / 1e3]
+        name: [step_time(job, layout, cluster).total, statistics.median(times[name]) / 1e3]
         for name, layout in layouts.items()
     }
 
 
-def predicted(hardware: Hardware, layout: Layout) -> float:
-    """Return the seconds of a step."""
-    job = Job(
-        network=gpt(CONFIG).pruned(0.9),
-        batch=BATCH,
-        context=CONFIG.context,
-        dtype="float32",
-    )
-    return step_time(job, layout, Cluster(hardware=hardware, num_gpus=layout.num_ranks)).total
-
-
-CLOSE: Final[list[Callable[[], object]]] = []
-
-
-def step_of(layout: Layout) -> Callable[[], object]:
+def step_of(layout: Layout, stack: contextlib.ExitStack) -> Callable[[], object]:
     """Return a function that trains for one step."""
     torch.manual_seed(0)
-    config = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
-    model = GPT(GPTConfig(**config | {"is_checkpointed": layout.checkpointing}))
+    model: Any = GPT(replace(CONFIG, is_checkpointed=layout.checkpointing))
     masks = samo.prune(model, 0.9)
     tokens = torch.randint(CONFIG.vocab_size, (BATCH // layout.data, CONFIG.context))
     if layout.pipe > 1:
@@ -182,31 +166,26 @@ def step_of(layout: Layout) -> Callable[[], object]:
             samo.mesh(pipe=layout.pipe, data=layout.data, device="cpu"),
             BATCH // (layout.data * layout.micro_batch),
         )
-        CLOSE.append(pipeline.close)
-        samo.compress_(pipeline.module, pipeline.masks(masks), weights=layout.weights)
-        opt = samo.AdamW(pipeline.module.parameters())
-
-        def step() -> None:
-            opt.zero_grad()
-            pipeline.step(tokens, target=tokens)
-            opt.step()
-
-        return step
+        stack.callback(pipeline.close)
+        model, masks = pipeline.module, pipeline.masks(masks)
     samo.compress_(model, masks, weights=layout.weights)
     whole: Any = model
     if layout.shard:
         for part in (*model.blocks, model):
             fully_shard(part)
-    elif layout.data > 1:
+    elif layout.data > 1 and layout.pipe == 1:
         whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    adamw = samo.AdamW(model.parameters())
+    opt = samo.AdamW(model.parameters())
 
-    def plain_step() -> None:
-        adamw.zero_grad()
-        whole(tokens, tokens).backward()
-        adamw.step()
+    def step() -> None:
+        opt.zero_grad()
+        if layout.pipe > 1:
+            pipeline.step(tokens, target=tokens)
+        else:
+            whole(tokens, tokens).backward()
+        opt.step()
 
-    return plain_step
+    return step
 
 
 def here(counts: list[int], rounds: int) -> None:
@@ -231,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     if options.what == "h200":
-        h200()
+        print(*h200_table(), sep="\n")
     else:
         here(options.ranks, options.rounds)
 

@@ -1,0 +1,1 @@
+"""Does `samo plan` predict what a step takes?"""
