@@ -34,13 +34,15 @@ def command(plan: "Plan", own: Layout) -> str:
     what = f"finetune {shlex.quote(plan.source)} --data FILE"
     if is_gpt:
         what = f"train TEXT {job.network.command} --vocab-size {job.network.vocab_size}"
+    # A budget is a multiple of 100 MB.
+    weights = f"{own.weights / 1e9:g}GB" if isinstance(own.weights, int) else own.weights
     words = [
         _start(own, cluster),
         what,
         f"--context {job.context}",
         "" if plan.is_pruned else _pruning(job),
         _passes(job, own),
-        f"--weights {own.weights}",
+        f"--weights {weights}",
         f"--state {own.state}",
         "--checkpointing" if own.checkpointing else "--no-checkpointing",
         "--freeze-embeddings" if job.network.frozen else "",
