@@ -259,17 +259,6 @@ def test_train_resume_report_inspect_and_prune(
     assert "cannot prune 'runs/notes'" in capsys.readouterr().err
 
 
-def test_names_in_a_mask_file_cannot_control_the_terminal(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    masks = samo.Masks({"\x1b[2Jweight": samo.Mask.from_bool(torch.eye(4) > 0)})
-    masks.save("masks")
-    assert main(["inspect", "masks"]) == 0
-    shown = capsys.readouterr().out
-    assert "?[2Jweight" in shown
-    assert "\x1b" not in shown
-
-
 def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -135,35 +135,27 @@ def runs(tokens: list[int]) -> list[list[int]]:
     return [run for run in found if run]
 
 
-def test_a_template_without_clear_turns_is_refused(tmp_path: Path) -> None:
-    for number, template in enumerate(
-        [
-            "{{ messages | length }}" + CHATML,
-            # The first turn differs, and nothing marks its end.
-            "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %} {% endfor %}",
-        ]
-    ):
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        tokenizer = open_tokenizer(folder, template)
-        message = (
-            r"line 1: the chat template of '.*' rewrites the start .* once message [35] follows"
-        )
-        with pytest.raises(DataError, match=message):
-            encode(tokenizer, Chat(CHAT))
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length }}" + CHATML,
+        # The first turn differs, and nothing marks its end.
+        "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %} {% endfor %}",
+    ],
+)
+def test_a_template_without_clear_turns_is_refused(tmp_path: Path, template: str) -> None:
+    message = r"line 1: the chat template of '.*' rewrites the start .* once message [35] follows"
+    with pytest.raises(DataError, match=message):
+        encode(open_tokenizer(tmp_path, template), Chat(CHAT))
 
 
 def test_a_conversation_that_starts_with_the_assistant_needs_tags(tmp_path: Path) -> None:
-    for name, template in (("plain", CHATML), ("tagged", TAGGED)):
-        (tmp_path / name).mkdir()
-        tokenizer = open_tokenizer(tmp_path / name, template)
-        if name == "plain":
-            with pytest.raises(DataError, match=r"line 1: message 1 is of the assistant, and the"):
-                encode(tokenizer, Chat(CHAT[2:]))
-        else:
-            (found,) = encode(tokenizer, Chat(CHAT[2:]))
-            start = only_read(tokenizer, START, "assistant\n")
-            assert found[: len(start) + 1] == start + learned(tokenizer, "not")[:1]
+    with pytest.raises(DataError, match=r"line 1: message 1 is of the assistant, and the"):
+        encode(open_tokenizer(tmp_path), Chat(CHAT[2:]))
+    tokenizer = open_tokenizer(tmp_path, TAGGED)
+    (found,) = encode(tokenizer, Chat(CHAT[2:]))
+    start = only_read(tokenizer, START, "assistant\n")
+    assert found[: len(start) + 1] == start + learned(tokenizer, "not")[:1]
 
 
 def test_a_turn_without_eos_ends_where_the_next_message_starts(tmp_path: Path) -> None:
@@ -201,14 +193,6 @@ def test_a_template_runs_in_a_sandbox_and_its_errors_are_named(
     tokenizer = open_tokenizer(tmp_path, template)
     with pytest.raises(DataError, match=f"line 1: the chat template of .* refuses .*{message}"):
         encode(tokenizer, Chat(CHAT))
-
-
-def test_templates_see_an_immutable_sandbox() -> None:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    environment = _compile_jinja_template(CHATML).environment
-    assert isinstance(environment, ImmutableSandboxedEnvironment)
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def _open(source: Path) -> tuple[nn.Module, Masks | None, torch.dtype | None]:
     """
     place = model_folders.find(source)
     dtype = model_folders.dtype_of(place.weights) if place.is_checkpoint else None
-    if model_folders.is_compressed(place):
+    if place.is_compressed():
         return model_folders.open_compressed(source, weights="streamed"), None, dtype
     model = model_folders.open_model(source)
     return model, model_folders.open_masks(source, model), dtype

@@ -134,23 +134,14 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
         if command.method == "zeros":
             return Masks.from_zeros(model, skip=command.skip)
         with _progress(console) as progress:
-            calibrated: dict[str, Any] = {}
+            how = {**command.choice(), "method": command.method, "seed": command.seed}
+            how["sparsity"] = resolve_sparsity(command.sparsity, command.pattern)
             if command.calibration is not None:
                 device = device_and_dtype(command.device)["device"]
                 batches = _batches(model, command)
-                calibrated = {"calibration": batches, "device": device, "progress": progress}
+                how |= {"calibration": batches, "device": device, "progress": progress}
             nonzero = count_nonzero(model) if command.method != "random" else {}
-            masks = prune(
-                model,
-                resolve_sparsity(command.sparsity, command.pattern),
-                method=command.method,
-                scope=command.scope,
-                pattern=command.pattern,
-                skip=command.skip,
-                rules=command.rules,
-                seed=command.seed,
-                **calibrated,
-            )
+            masks = prune(model, **how)
             check_nonzero(masks, nonzero, otherwise="use --method zeros, --skip it")
             return masks
     except (ConfigError, DataError):

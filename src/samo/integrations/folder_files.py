@@ -127,7 +127,16 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
-        raise CheckpointError(_no_weights(folder))
+        pickles = [*sorted(folder.glob("*.bin")), *sorted(folder.glob("*.pt*"))]
+        if not pickles:
+            raise CheckpointError(
+                f"'{folder}' has no weights: neither {WEIGHTS} nor {INDEX} is there"
+            )
+        raise CheckpointError(
+            f"'{folder}' has its weights in '{pickles[0].name}' only, a pickle, which can run code "
+            "when it is read; convert it to safetensors in a place you trust: load the model with "
+            "transformers there, and call save_pretrained"
+        )
     listed = read_json(folder / INDEX).get("weight_map")
     names: list[Any] = [*listed.values()] if isinstance(listed, dict) and listed else [None]
     for name in names:
@@ -143,17 +152,6 @@ def weight_files(folder: Path) -> list[Path]:
                 "it again"
             )
     return [folder / name for name in sorted(set(names))]
-
-
-def _no_weights(folder: Path) -> str:
-    found = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
-    if found:
-        return (
-            f"'{folder}' has its weights in '{found[0].name}' only, a pickle, which can run code "
-            "when it is read; convert it to safetensors in a place you trust: load the model "
-            "with transformers there, and call save_pretrained"
-        )
-    return f"'{folder}' has no weights: neither {WEIGHTS} nor {INDEX} is there"
 
 
 def read_specs(files: list[Path]) -> dict[str, Spec]:

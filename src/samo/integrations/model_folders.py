@@ -48,6 +48,12 @@ class Place(NamedTuple):
         """Whether the weights are in a checkpoint."""
         return self.weights != self.hugging_face
 
+    def is_compressed(self) -> bool:
+        """Return whether the weights are stored compressed."""
+        if self.is_checkpoint:
+            return read_manifest(self.weights).is_compressed
+        return hugging_face.is_compressed(self.weights)
+
 
 def find(path: str | os.PathLike[str]) -> Place:
     """Return where the model of a folder is. Nothing in a Hugging Face folder is a link."""
@@ -123,7 +129,7 @@ def open_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 def open_empty(path: str | os.PathLike[str]) -> nn.Module | None:
     """Return the Hugging Face model of a folder on the meta device, if it is stored compressed."""
     place = find(path)
-    if place.hugging_face is None or not is_compressed(place):
+    if place.hugging_face is None or not place.is_compressed():
         return None
     if place.is_checkpoint:
         size = len(SavedTensors(read_manifest(place.weights), "weights").specs)
@@ -161,7 +167,7 @@ def open_compressed(
     options: Any = {"weights": weights, "grad_dtype": grad_dtype, "value_dtype": value_dtype}
     if place.is_checkpoint:
         return _open_compressed_checkpoint(place, dtype, options, prepare)
-    if hugging_face.is_compressed(place.weights):
+    if place.is_compressed():
         return hugging_face.open_compressed(place.weights, dtype, **options, prepare=prepare)
     model = hugging_face.open_dense(place.weights, dtype)
     masks = open_masks(path, model)
@@ -179,7 +185,7 @@ def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
     """
     place = find(path)
     folder = place.weights
-    if not is_compressed(place):
+    if not place.is_compressed():
         if place.is_checkpoint or not (folder / MASKS).is_file():
             return None
         masks = Masks.load(folder / MASKS)
@@ -190,13 +196,6 @@ def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
         masks = compressed_files.read_masks(model, specs)
     masks.parameters_of(model)
     return masks
-
-
-def is_compressed(place: Place) -> bool:
-    """Return whether the weights of a model are stored compressed."""
-    if place.is_checkpoint:
-        return read_manifest(place.weights).is_compressed
-    return hugging_face.is_compressed(place.weights)
 
 
 def tokenizer_folder(path: str | os.PathLike[str]) -> Path:

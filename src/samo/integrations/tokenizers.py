@@ -165,34 +165,27 @@ class ModelTokenizer:
 
     def _tagged(self, place: str, chat: Chat) -> NDArray[np.int32]:
         """Return the tokens of a conversation, complemented unless the template marks them."""
-        encoded = self._apply(
-            place,
-            chat.messages,
-            chat.tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        options = ("tokenize", "return_dict", "return_assistant_tokens_mask")
+        encoded = self._apply(place, chat, **dict.fromkeys(options, True))
         tokens = np.array(encoded["input_ids"], dtype=np.int32)
         return np.where(np.array(encoded["assistant_masks"], dtype=bool), tokens, ~tokens)
 
     def _render(self, place: str, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and where in it the assistant speaks, backwards."""
-        whole = self._apply(place, chat.messages, chat.tools)
+        whole = self._apply(place, chat)
         turns: list[tuple[int, int]] = []
         for number, message in reversed([*enumerate(chat.messages)]):
             if message["role"] != "assistant":
                 continue
             limit = turns[-1][0] if turns else len(whole)
-            until = self._apply(place, chat.messages[: number + 1], chat.tools)
+            until = self._apply(place, chat, number + 1)
             if not number:
                 raise DataError(
                     f"{place}: message 1 is of the assistant, and the chat template of "
                     f"'{self.name}' does not show where it starts; mark it with {_TAGS}, or let "
                     "the conversation start with the user"
                 )
-            before = chat.messages[:number]
-            head = self._apply(place, before, chat.tools, add_generation_prompt=True)
+            head = self._apply(place, chat, number, add_generation_prompt=True)
             turn = _turn(whole[:limit], head, until, self._tokenizer.eos_token)
             if turn is None:
                 raise DataError(
@@ -204,18 +197,14 @@ class ModelTokenizer:
             turns.append(turn)
         return whole, turns
 
-    def _apply(
-        self,
-        place: str,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        **options: bool,
-    ) -> Any:
+    def _apply(self, place: str, chat: Chat, stop: int | None = None, **options: bool) -> Any:
+        """Return what the template makes of a conversation, or of its messages up to ``stop``."""
         # A template is a stranger's program. transformers runs it in jinja's
         # ImmutableSandboxedEnvironment, which gives it no way to Python's objects or to files.
         try:
-            options = {"tokenize": False, **options}
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **options)
+            return self._tokenizer.apply_chat_template(
+                chat.messages[:stop], tools=chat.tools, **{"tokenize": False, **options}
+            )
         except ImportError as error:
             raise DataError(f"a chat template needs jinja2: {first_words(error)}") from None
         except Exception as error:  # a template can raise anything
