@@ -332,19 +332,20 @@ class Wire:
     def __init__(self, world: World, target: Device) -> None:
         self.world, self.target = world, target
         self.arrived: deque[Any] = deque()
+        self._under_way: deque[bytes] = deque()
         self._last = 0.0
 
     def send(self, packet: Packet) -> None:
         agent().pause(0.05)
-        raw = encode(packet)
+        self._under_way.append(encode(packet))
         when = max(self.world.now + self.world.some(0.5), self._last)
         self._last = when
+        self.world.at(when - self.world.now, self._arrive)
 
-        def arrive() -> None:
-            self.arrived.append(decode(raw[:HEADER_BYTES], raw[HEADER_BYTES:]))
-            self.target.wake()
-
-        self.world.at(when - self.world.now, arrive)
+    def _arrive(self) -> None:
+        raw = self._under_way.popleft()
+        self.arrived.append(decode(raw[:HEADER_BYTES], raw[HEADER_BYTES:]))
+        self.target.wake()
 
 
 class ModelLink:
@@ -379,7 +380,7 @@ class NcclOnTheModel(nccl.NcclTransport):
                     is_new = True
             under_way = [t for c in self._channels.values() for t in (c.sending, c.receiving) if t]
             is_done = any([transfer.work.is_completed() for transfer in under_way])
-            if is_new or is_done or self.inbox or timeout_s == 0:
+            if is_new or is_done or timeout_s == 0:
                 return
             agent().sleep()
 
