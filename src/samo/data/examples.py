@@ -230,22 +230,27 @@ def _spans(segment: NDArray[np.int32], number: int, context: int) -> tuple[NDArr
         ]
     )
     starts = np.concatenate([[0], ends[:-1] + 1])
-    stops = np.minimum(ends, starts + context + 1)
-    firsts = np.minimum(starts + 1, stops)  # nothing stands before the first token to predict it
-    targets, all_targets = np.empty_like(ends), np.empty_like(ends)
-    for some in range(0, len(ends), _EXAMPLES_AT_ONCE):
-        part = slice(some, some + _EXAMPLES_AT_ONCE)
-        base = starts[some]
-        before = np.concatenate([[0], np.cumsum(segment[base : ends[part][-1]] >= 0)])
-        targets[part] = before[stops[part] - base] - before[firsts[part] - base]
-        all_targets[part] = before[ends[part] - base] - before[firsts[part] - base]
-    sizes = ends - starts - 1
-    is_document = all_targets == sizes  # every token is learned: any part is as good as the first
+    sizes = ends - starts - 1  # nothing stands before the first token to predict it
+    is_document = _num_learned(segment, starts, ends) == sizes  # any part is as good as the first
     num_parts = np.where(is_document, np.maximum(-(-sizes // context), 1), 1)
     whole = np.repeat(np.arange(len(ends)), num_parts)
     numbers = np.arange(len(whole)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
     starts_N = starts[whole] + numbers * context
     stops_N = np.minimum(ends[whole], starts_N + context + 1)
-    targets_N = np.where(is_document[whole], stops_N - starts_N - 1, targets[whole])
+    targets_N = _num_learned(segment, starts_N, stops_N)
     spans_N4 = np.stack([np.full_like(starts_N, number), starts_N, stops_N, targets_N], axis=1)
-    return spans_N4, int(np.count_nonzero((stops < ends) & ~is_document))
+    return spans_N4, int(np.count_nonzero((sizes > context) & ~is_document))
+
+
+def _num_learned(
+    segment: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Count the tokens to learn in ranges that come in order, but for the first of each."""
+    firsts = np.minimum(starts + 1, stops)
+    counts = np.empty_like(stops)
+    for start in range(0, len(counts), _EXAMPLES_AT_ONCE):
+        some = slice(start, start + _EXAMPLES_AT_ONCE)
+        base = firsts[start]
+        before = np.concatenate([[0], np.cumsum(segment[base : stops[some][-1]] >= 0)])
+        counts[some] = before[stops[some] - base] - before[firsts[some] - base]
+    return counts
