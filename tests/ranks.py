@@ -6,6 +6,7 @@ by itself. The ranks' store is held here, as torchrun holds it, so it outlives a
 """
 
 import datetime
+import gc
 import io
 import multiprocessing
 import time
@@ -88,6 +89,7 @@ def _work(
         result = function(rank, num_ranks, *args)
         if not is_cut_short:
             dist.barrier()  # nobody leaves while another still talks to it
+            gc.collect()  # a DDP that frees its group itself, with the GIL, may wait for ever
             dist.destroy_process_group()
     except BaseException:
         answer.send((False, traceback.format_exc()))
