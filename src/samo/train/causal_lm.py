@@ -61,7 +61,6 @@ class CausalLMSubject(Subject):
     def __init__(self, config: ResolvedFinetune, run: RunDir | None = None) -> None:
         self.config = config
         self._model: nn.Module
-        self._text: Text
         if run is not None:
             self._folder = run.path / HUGGING_FACE
             if not (self._folder / folder_files.CONFIG).is_file():
@@ -110,8 +109,8 @@ class CausalLMSubject(Subject):
         model, size = replace(self.config.model, context=context), self.config.run.batch_size
         rows = Batches(train, context=context, batch_size=size, seed=self.config.run.seed)
         self.config = with_steps(replace(self.config, model=model), rows.num_windows)
-        self._text = Text(tokenizer, train, valid, known)
-        return self._text
+        self.text = Text(tokenizer, train, valid, known)
+        return self.text
 
     # The model
 
@@ -140,7 +139,7 @@ class CausalLMSubject(Subject):
                 freeze(model)
             compress_(model, masks, weights="streamed", **dtypes)
         keep_resident(model.to(config.run.device), weights)  # there, and not on the host
-        if getattr(self._text.train, "is_packed", False):
+        if getattr(self.text.train, "is_packed", False):
             causal_lm.check_packing(model)
         if config.model.checkpointing:
             # The other kind gives no gradients to blocks after frozen embeddings.
@@ -198,7 +197,7 @@ class CausalLMSubject(Subject):
         how = {**settings.choice(), "method": settings.method, "seed": run.seed}
         if settings.method in ("wanda", "sparsegpt"):
             found = example_batches(
-                self._text.train,
+                self.text.train,
                 samples=_CALIBRATION_ROWS,
                 context=self.config.model.context,
                 seed=run.seed,

@@ -19,7 +19,7 @@ from samo.train.config_io import typed
 from samo.train.events import Phase, Saved
 from samo.train.rank_group import RankGroup
 from samo.train.run_dir import RunDir
-from samo.train.subject import Subject, Text
+from samo.train.subject import Subject
 
 __all__ = []
 
@@ -66,9 +66,7 @@ def _read_progress(path: Path) -> Progress:
 class RunState:
     """All that the next steps of a run depend on: at its first step, or at that of a checkpoint."""
 
-    def __init__(
-        self, subject: Subject, text: Text, ranks: RankGroup, checkpoint: Path | None = None
-    ) -> None:
+    def __init__(self, subject: Subject, ranks: RankGroup, checkpoint: Path | None = None) -> None:
         self.subject = subject
         self.progress = Progress()
         if checkpoint is not None:
@@ -83,7 +81,7 @@ class RunState:
         self.masking = subject.new_masking(self.learner)
         config = subject.config
         self.batches = Batches(
-            text.train,
+            subject.text.train,
             context=config.model.context,
             batch_size=config.run.batch_size,
             seed=config.run.seed,

@@ -34,13 +34,10 @@ class GPTSubject(Subject):
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self._tokenizer = ""
 
     @property
     def _shape(self) -> GPTConfig:
-        size = self.config.data.vocab_size
-        assert not isinstance(size, str), "the text is open"
-        return gpt_config(self.config.model, size)
+        return gpt_config(self.config.model, self.text.vocab_size)
 
     def open_text(self, out: Path) -> Text:
         """Open the text; its vocabulary is the model's."""
@@ -63,9 +60,9 @@ class GPTSubject(Subject):
                 files = ", ".join(f"'{path.name}'" for path in paths)
                 raise DataError(f"the text {name} ({files}): {error}") from None
         size = max(train.vocab_size, valid.vocab_size)
-        self._tokenizer = tokenizer.name
         self.config = replace(self.config, data=replace(data, vocab_size=size))
-        return Text(tokenizer, train, valid, size)
+        self.text = Text(tokenizer, train, valid, size)
+        return self.text
 
     def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
         """Return a learner with initial weights: those of ``model.init``, or drawn from the seed.
@@ -95,7 +92,7 @@ class GPTSubject(Subject):
 
     def record(self) -> dict[str, Any]:
         """Return the shape, from which `samo.integrations` builds the model."""
-        return {"model": asdict(self._shape), "tokenizer": self._tokenizer}
+        return {"model": asdict(self._shape), "tokenizer": self.text.tokenizer.name}
 
     def sample(self, learner: Learner, prompt_T: Tensor) -> Tensor:
         """Continue a prompt."""

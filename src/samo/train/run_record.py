@@ -10,14 +10,15 @@ from samo.train.launch_env import command_line, launcher
 from samo.train.learner import Learner
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import micro_batches
-from samo.train.subject import Text
+from samo.train.subject import Subject
 from samo.utils.environment import hardware, versions
 
 __all__ = []
 
 
-def run_record(config: Resolved, out: Path, text: Text, learner: Learner) -> dict[str, Any]:
+def run_record(subject: Subject, out: Path, learner: Learner) -> dict[str, Any]:
     """Return the content of run.json: what is run, on what, and where."""
+    config, text = subject.config, subject.text
     return {
         "name": out.resolve().name,
         "kind": config.kind,

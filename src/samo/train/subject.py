@@ -37,6 +37,7 @@ class Subject:
     """A model, from its settings to the learner that trains it."""
 
     config: Resolved  # `open_text` and `new_learner` fill in what text and model decide
+    text: Text  # once it is open
     reason = ""  # why weights and state are kept as they are; "" if the settings say so
 
     def open_text(self, out: Path) -> Text:

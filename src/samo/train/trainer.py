@@ -84,17 +84,17 @@ def train(
         subject = subject_of(resolved)
         if ranks.is_first and not out.exists():
             stack.push(lambda *error: _remove_draft(out) if error[0] else None)
-        text = ranks.run_on_rank0_first("the text", lambda: subject.open_text(out))
-        state = RunState(subject, text, ranks)
+        ranks.run_on_rank0_first("the text", lambda: subject.open_text(out))
+        state = RunState(subject, ranks)
         folder = ranks.run_on_rank0("the run folder", lambda: RunDir.create(out)) or RunDir(out)
         stack.callback(folder.close)
 
         def write_files() -> None:
             subject.write_files(folder)
-            folder.write_run(run_record(subject.config, out, text, state.learner))
+            folder.write_run(run_record(subject, out, state.learner))
 
         ranks.run_on_rank0("the run folder", write_files)
-        return Trainer(folder, text, state, listeners).run()
+        return Trainer(folder, state, listeners).run()
 
 
 def resume(
@@ -120,10 +120,10 @@ def resume(
         ranks.run_on_rank0("the run folder", folder.lock)
         stack.callback(folder.close)
         subject = subject_of(resolved, folder)
-        text = ranks.run_on_rank0_first("the text", lambda: _open_same_text(subject, folder))
+        ranks.run_on_rank0_first("the text", lambda: _open_same_text(subject, folder))
         # A run that was killed before its first checkpoint was complete starts again.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
-        state = RunState(subject, text, ranks, checkpoint if has_checkpoint else None)
+        state = RunState(subject, ranks, checkpoint if has_checkpoint else None)
         run, progress = subject.config.run, state.progress
         if run.eval_batches != recorded.run.eval_batches:
             progress.best_loss = None  # losses on other batches cannot be compared
@@ -138,7 +138,7 @@ def resume(
             folder.write_run(folder.read_run() | launch_record(subject.config, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        return Trainer(folder, text, state, listeners).run()
+        return Trainer(folder, state, listeners).run()
 
 
 @contextmanager
@@ -191,12 +191,10 @@ def _remove_draft(out: Path) -> None:
 class Trainer:
     """A run from its current step to its end: steps, pruning, validation, checkpoints, metrics."""
 
-    def __init__(
-        self, folder: RunDir, text: Text, state: RunState, listeners: Iterable[Listener]
-    ) -> None:
+    def __init__(self, folder: RunDir, state: RunState, listeners: Iterable[Listener]) -> None:
         self.folder = folder
-        self.text = text
         self.subject = state.subject
+        self.text = state.subject.text
         self.config: Resolved = state.subject.config
         self.learner, self.masking, self.batches = state.learner, state.masking, state.batches
         self.ranks = state.learner.ranks
