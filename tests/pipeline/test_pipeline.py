@@ -97,6 +97,8 @@ def check_equal(everyone: list[list[Any]]) -> None:
         got: dict[str, Tensor] = {}
         for results in everyone:
             assert all(map(torch.equal, results[place][0], losses)), case
+            # A loss that the caller keeps does not keep the gradients with which it came.
+            assert all(loss.untyped_storage().nbytes() == 4 for loss in results[place][0])
             got |= results[place][1]
         assert got.keys() == state.keys()
         assert all(torch.equal(got[k], state[k]) for k in state), case
@@ -278,10 +280,13 @@ def test_one_stage_needs_no_mesh_and_equals_the_model() -> None:
 
 
 def test_a_step_takes_one_number_of_torchs_generator_whatever_layers_draw() -> None:
-    layers = [nn.Linear(2, 2), nn.Dropout(), nn.Dropout()]
-    pipeline = samo.Pipeline(layers, F.mse_loss, None, 2)
+    layers, drawn = [nn.Dropout(), nn.Dropout()], []
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: drawn.append(output == 0))
+    pipeline = samo.Pipeline([nn.Linear(64, 64), *layers], F.mse_loss, None, 2)
     torch.manual_seed(0)
-    pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    pipeline.step(torch.ones(4, 64), target=torch.ones(4, 64))
+    assert not torch.equal(drawn[0], drawn[2])  # of the same layer, in two micro-batches
     found = torch.rand(3)
     torch.manual_seed(0)
     torch.randint(2**47, ())
