@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from samo.models.shapes import GPTConfig
-from samo.planner.cost import step_time
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link
-from samo.planner.memory import Job, Layout, peak
+from samo.planner.memory import Job, Layout
 from samo.planner.network import gpt
+from samo.planner.search import evaluate
 
 __all__ = ["CONTEXT", "SCHEMES", "answers", "fastest", "save"]
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 ROWS: Final = Path(__file__).parent / "results" / "clusters.jsonl"
 CONTEXT: Final = 2048
-_SHAPES: Final = {"7B": (32, 4096, 32), "13B": (40, 5120, 40), "66B": (64, 9216, 72), "175B": (96, 12288, 96)}  # fmt: skip
+_SHAPES: Final = {"13B": (40, 5120, 40), "66B": (64, 9216, 72), "175B": (96, 12288, 96)}  # fmt: skip
 NETWORKS: Final = {
     name: gpt(GPTConfig(num_layers=layers, width=width, num_heads=heads, context=CONTEXT, vocab_size=50304))
     for name, (layers, width, heads) in _SHAPES.items()
@@ -69,10 +69,9 @@ def fastest(
         if layout.shard:
             times = layout.micro_batches(whole)
             job = replace(whole, batch=batch // times)
-        if peak(job, layout).needed_bytes <= hardware.usable_bytes:
-            parts = {
-                kind: times * time for kind, time in asdict(step_time(job, layout, cluster)).items()
-            }
+        option = evaluate(job, layout, cluster)
+        if option.fits:
+            parts = {kind: times * time for kind, time in asdict(option.time).items()}
             parts["optimizer"] /= times
             seconds = sum(parts.values())
             if best is None or seconds < best["seconds"]:
@@ -106,8 +105,8 @@ def questions() -> Iterator[tuple[str, str, float, Hardware, Sequence[tuple[int,
             yield f"fewest, {gpu}", model, 0, HARDWARE[gpu], [(gpus, gpus) for gpus in few]
     for gbit in (10, 25, 50, 100, 200, 400, 800, 1600, 3200):
         yield "network", "13B", gbit, machines(gbit, "h100", 8), [(256, 512)]
-    for model, gbit in itertools.product(("7B", "13B"), (1, 10)):
-        yield "consumer", model, gbit, machines(gbit), [(2**k, 512) for k in range(9)]
+    for gbit in (1, 10):
+        yield "consumer", "13B", gbit, machines(gbit), [(2**k, 512) for k in range(9)]
 
 
 def rows() -> Iterator[Row]:

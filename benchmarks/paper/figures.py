@@ -58,6 +58,13 @@ def new(height: int, title: str, note: str) -> Canvas:
     return figure
 
 
+def single(height: int, title: str, note: str, *, right: float) -> tuple[Canvas, Axes]:
+    """Return a figure of one panel, with room for its legend to the right."""
+    figure = new(height, title, note)
+    (axes,) = panels(figure, 1, top=66, bottom=52, right=right)
+    return figure, axes
+
+
 def line(axes: Axes, x: Any, y: Any, style: str, colour: str, label: str) -> None:
     """Plot one line or its points."""
     axes.plot(x, y, style, color=LIGHT[colour], label=label, markersize=6.5)
@@ -125,8 +132,7 @@ def memory() -> Canvas:
     """Draw bytes for each parameter against sparsity."""
     title = "State, bytes for each pruned parameter"
     note = "Lines: formulas (Adam, 16-bit compute, no activations). Points: measured on an H200 at 90 %, GPT-3 2.7B, 2026-11-16. Crosses: printed in the paper."
-    figure = new(480, title, note)
-    (axes,) = panels(figure, 1, top=66, bottom=52, right=340)
+    figure, axes = single(480, title, note, right=340)
     measured = {}
     for row in results("step-gpt3-2.7b-h200-2026-11-16") + results("streamed-h200-2026-11-16"):
         if row["parameters"]["shape"] == "gpt3-2.7b":
@@ -209,8 +215,7 @@ def kernels() -> Canvas:
     """Draw the time of sparse products over that of dense ones."""
     title = "Sparse products over dense ones, 90 % sparse square weight, 576 tokens"
     note = "V100: Fig. 1 of the paper, digitised. H200: measured by us, bf16, torch 2.11, 2026-11-15. Under 1 the sparse product is faster."
-    figure = new(420, title, note)
-    (axes,) = panels(figure, 1, top=66, bottom=52, right=300)
+    figure, axes = single(420, title, note, right=300)
     for key, colour, name in (("cusparse", "run1", "cuSPARSE"), ("sputnik", "run4", "Sputnik")):
         sizes, ratios = zip(*((row["size"], row[key] / row["cublas"]) for row in read("kernels")))
         line(axes, sizes, ratios, "o--", colour, f"{name}, V100, fp16 (digitised)")

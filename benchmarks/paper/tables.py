@@ -139,20 +139,6 @@ def forms() -> str:
     return markdown(header, lines)
 
 
-def breakdown() -> str:
-    """Return the parts of a step of 2.7B, digitised and modelled."""
-    fit, lines = calibrate(), []
-    for row in read("breakdown"):
-        gpus, scheme = int(row["gpus"]), {"axonn": "dense", "samo": "paper"}[str(row["system"])]
-        theirs = [row[key] for key in ("compute", "bubble", "messages", "collective", "other")]
-        ours = fit.parts("2.7B", scheme, gpus).values()
-        cells = [f"{a:.2f} / {b:.2f}" for a, b in zip(theirs, ours, strict=True)]
-        total = f"{sum(theirs):.2f} / {sum(ours):.2f}"
-        lines.append([gpus, {"dense": "AxoNN", "paper": "AxoNN+SAMO"}[scheme], *cells, total])
-    header = ("compute", "bubble", "messages", "collective", "other; compress and update", "sum")
-    return markdown(("GPUs", "system", *header), lines)
-
-
 def own() -> str:
     """Return stages and seconds of samo's schemes on the paper's machine."""
     fit, lines = calibrate(), []
@@ -203,7 +189,7 @@ def clusters() -> str:
 def consumer() -> str:
     """Return seconds of a step on consumer cards."""
     lines = _times("consumer", lambda row: row["gpus"] in (1, 4, 16, 64, 256))
-    lines.sort(key=lambda line: (len(line[0]), int(line[1]), int(line[2])))
+    lines.sort(key=lambda line: (int(line[1]), int(line[2])))
     return markdown(("model", "Gbit/s", "GPUs", *SCHEMES), lines)
 
 
@@ -213,7 +199,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "limits": limits,
     "forms": forms,
-    "breakdown": breakdown,
     "own": own,
     "fewest": fewest,
     "clusters": clusters,

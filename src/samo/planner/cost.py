@@ -199,11 +199,6 @@ def _stage_pass(job: Job, layout: Layout, hardware: Hardware, stage: Stage) -> P
 def pipeline_s(times: Sequence[float], link: float, count: int) -> float:
     """Return the seconds from the first forward to the last backward pass of a pipeline.
 
-    Example:
-        >>> from samo.planner.cost import pipeline_s
-        >>> pipeline_s([3.0, 3.0], 0.0, 4)
-        15.0
-
     Args:
         times: Seconds of one micro-batch in each stage, both passes.
         link: Seconds of a message.
@@ -216,18 +211,7 @@ def pipeline_s(times: Sequence[float], link: float, count: int) -> float:
 
 
 def step_time(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
-    """Return the seconds of a step by kind.
-
-    Example:
-        >>> from samo.planner.cost import step_time
-        >>> from samo.planner.hardware import HARDWARE, Cluster
-        >>> from samo.planner.memory import Job, Layout
-        >>> from samo.planner.network import named
-        >>> job = Job(network=named("gpt3-13b").pruned(0.9), batch=8, context=1024)
-        >>> layout = Layout(checkpointing=True, micro_batch=8)
-        >>> 1.1 < step_time(job, layout, Cluster(hardware=HARDWARE["h200"])).total < 1.3
-        True
-    """
+    """Return the seconds of a step by kind."""
     passes = stage_times(job, layout, cluster)
     count = layout.micro_batches(job)
     slowest = max(passes, key=lambda one: one.total)

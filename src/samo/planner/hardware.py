@@ -9,7 +9,7 @@ reports.
 import json
 import re
 import tomllib
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from samo.errors import ConfigError, nearest
 __all__ = ["HARDWARE", "Cluster", "Hardware", "Link", "find_hardware", "match_hardware"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Link:
     """A connection: a message of n bytes takes ``latency_s + n / bandwidth``."""
 
@@ -28,6 +28,16 @@ class Link:
     def seconds(self, num_bytes: float, flows: float = 1.0) -> float:
         """Return the time of a message, if so many flows share the link."""
         return self.latency_s + num_bytes * flows / self.bandwidth
+
+    def achieved(self, fraction: float) -> "Link":
+        """Return the link with a fraction of its bandwidth."""
+        return Link(self.bandwidth * fraction, self.latency_s)
+
+
+_PCIE_4: Final = Link(25e9, 1e-5)
+_PCIE_5: Final = Link(50e9, 1e-5)
+_ETHERNET_10G: Final = Link(1.25e9, 5e-5)
+_INFINIBAND_S: Final = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +49,8 @@ class Hardware:
     flops: float
     bandwidth: float  # of its memory
     gpus_per_node: int = 8
-    intra: Link = field(default_factory=lambda: Link(bandwidth=25e9, latency_s=1e-5))
-    """Between two GPUs of a node."""
-    inter: Link = field(default_factory=lambda: Link(bandwidth=1.25e9, latency_s=5e-5))
-    """Between two nodes: the GPUs of a node share it."""
+    intra: Link = _PCIE_4  # between two GPUs of a node
+    inter: Link = _ETHERNET_10G  # between two nodes: the GPUs of a node share it
     flops_fraction: float = 0.8
     bandwidth_fraction: float = 0.85
     link_fraction: float = 0.8
@@ -95,47 +103,33 @@ class Cluster:
     @property
     def intra(self) -> Link:
         """The achieved link inside a node."""
-        return _achieved(self.hardware.intra, self.hardware.link_fraction)
+        return self.hardware.intra.achieved(self.hardware.link_fraction)
 
     @property
     def inter(self) -> Link:
         """The achieved link of a node."""
-        return _achieved(self.hardware.inter, self.hardware.link_fraction)
+        return self.hardware.inter.achieved(self.hardware.link_fraction)
 
-
-def _achieved(link: Link, fraction: float) -> Link:
-    return Link(bandwidth=link.bandwidth * fraction, latency_s=link.latency_s)
-
-
-def _nvlink(per_direction: float) -> Link:
-    return Link(bandwidth=per_direction, latency_s=5e-6)
-
-
-_INFINIBAND: Final = 1e-5
-_PCIE_4: Final = Link(bandwidth=25e9, latency_s=1e-5)
-_PCIE_5: Final = Link(bandwidth=50e9, latency_s=1e-5)
-_ETHERNET_10G: Final = Link(bandwidth=1.25e9, latency_s=5e-5)
 
 _V100: Final = Hardware(
     name="v100-32", memory_bytes=34.1e9, flops=125e12, bandwidth=900e9,
-    intra=_nvlink(150e9), inter=Link(bandwidth=50e9, latency_s=_INFINIBAND),
+    intra=Link(150e9), inter=Link(50e9, _INFINIBAND_S),
     flops_fraction=0.7, dtype="float16",
     source="V100 SXM2 data sheet; DGX-1: 4 x 100 Gbit/s a node",
 )  # fmt: skip
 _A100: Final = Hardware(
     name="a100-80", memory_bytes=85.0e9, flops=312e12, bandwidth=2039e9,
-    intra=_nvlink(300e9), inter=Link(bandwidth=200e9, latency_s=_INFINIBAND),
+    intra=Link(300e9), inter=Link(200e9, _INFINIBAND_S),
     source="A100 SXM4 data sheet; DGX A100: 8 x 200 Gbit/s a node",
 )  # fmt: skip
 _H200: Final = Hardware(
     name="h200", memory_bytes=150.1e9, flops=989.4e12, bandwidth=4800e9,
-    intra=_nvlink(450e9), inter=Link(bandwidth=400e9, latency_s=_INFINIBAND),
+    intra=Link(450e9), inter=Link(400e9, _INFINIBAND_S),
     flops_fraction=0.84, bandwidth_fraction=0.88, launch_s=2e-5,
     source="H200 SXM data sheet; fractions and memory measured; DGX: 8 x 400 Gbit/s a node",
 )  # fmt: skip
 _RTX_4090: Final = Hardware(
     name="rtx4090", memory_bytes=25.4e9, flops=165.2e12, bandwidth=1008e9, gpus_per_node=4,
-    intra=_PCIE_4, inter=_ETHERNET_10G,
     source="Ada GPU architecture white paper (fp16, fp32 accumulate); PCIe 4 x16; 10 Gbit/s",
 )  # fmt: skip
 
@@ -153,7 +147,7 @@ HARDWARE: Final[dict[str, Hardware]] = {
         _H200,
         replace(
             _H200, name="b200", memory_bytes=191e9, flops=2250e12, bandwidth=8000e9,
-            intra=_nvlink(900e9),
+            intra=Link(900e9),
             source="HGX B200 data sheet; fractions of the H200; 8 x 400 Gbit/s a node",
         ),
         replace(
@@ -168,7 +162,7 @@ HARDWARE: Final[dict[str, Hardware]] = {
         ),
         Hardware(
             name="laptop-8gb", memory_bytes=8.58e9, flops=29e12, bandwidth=256e9, gpus_per_node=1,
-            inter=Link(bandwidth=0.125e9, latency_s=1e-4), reserved_bytes=1.2e9,
+            inter=Link(0.125e9, 1e-4), reserved_bytes=1.2e9,
             source="RTX 4060 Laptop, 1/8 of its 233 sparse 8-bit TOPS; shows its desktop; 1 Gbit/s",
         ),
     )
@@ -178,11 +172,6 @@ HARDWARE: Final[dict[str, Hardware]] = {
 
 def find_hardware(name: str | Path) -> Hardware:
     """Return a GPU of the table, by memory ("24GB"), "here" for this machine, or that of a file.
-
-    Example:
-        >>> from samo.planner.hardware import find_hardware
-        >>> find_hardware("h100").flops
-        989400000000000.0
 
     Raises:
         ConfigError: There is no such GPU, or the file is wrong.
@@ -222,11 +211,6 @@ def match_hardware(device_name: str, memory_bytes: float) -> Hardware:
 
     A GPU that is not in the table gets the rates of the RTX 4090, and its source says so: which
     layouts fit does not depend on rates.
-
-    Example:
-        >>> from samo.planner.hardware import match_hardware
-        >>> match_hardware("NVIDIA A100-SXM4-40GB", 42.3e9).name
-        'a100-40'
     """
     name = re.sub(r"\brtx (?=\d)", "rtx", device_name.lower())
 
@@ -261,9 +245,9 @@ def _read(path: Path) -> Hardware:
         for key in {"intra", "inter"} & {*found}:
             found[key] = Link(**found[key])
         return Hardware(**{"name": path.stem, **found})
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"hardware file '{path}': {error.strerror}") from None
     except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"hardware file '{path}': {error}") from None

@@ -15,13 +15,7 @@ _PROCESS_BYTES = 0.5e9
 
 
 def this_cluster(device: str, ranks: int) -> Cluster:
-    """Return the ranks that a launcher has started here and on other machines, all alike.
-
-    Example:
-        >>> from samo.planner.local import this_cluster
-        >>> this_cluster("cpu", 2).num_gpus
-        2
-    """
+    """Return the ranks that a launcher has started here and on other machines, all alike."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     hardware = replace(this_hardware(device, local), gpus_per_node=local)
     return Cluster(hardware=hardware, num_gpus=ranks)
@@ -32,11 +26,6 @@ def this_hardware(device: str = "auto", ranks: int = 1) -> Hardware:
 
     Memory is what the device reports. The rates of a GPU are those of the table of
     `samo.planner.hardware`; those of a CPU are rough, and `samo plan --measure` times them.
-
-    Example:
-        >>> from samo.planner.local import this_hardware
-        >>> 2 * this_hardware("cpu", ranks=2).memory_bytes == this_hardware("cpu").memory_bytes
-        True
 
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.

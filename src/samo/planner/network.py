@@ -170,14 +170,7 @@ class Network:
 
 
 def gpt(config: GPTConfig, name: str = "gpt", command: str = "") -> Network:
-    """Return the network of samo's own GPT.
-
-    Example:
-        >>> from samo.models.shapes import GPTConfig
-        >>> from samo.planner.network import gpt
-        >>> gpt(GPTConfig(num_layers=2, width=64, num_heads=2)).num_params
-        149248
-    """
+    """Return the network of samo's own GPT."""
     d, vocab = config.width, config.vocab_size
     block = Layer(
         matrices=(
@@ -212,20 +205,14 @@ def gpt(config: GPTConfig, name: str = "gpt", command: str = "") -> Network:
     )
 
 
-def named(name: ShapeName, vocab_size: int = 0) -> Network:
-    """Return a named shape; its vocabulary is GPT-2's by default, and bytes for the small ones.
-
-    Example:
-        >>> from samo.planner.network import named
-        >>> round(named("gpt3-13b").num_params / 1e9, 1)
-        13.1
-    """
+def named(name: ShapeName) -> Network:
+    """Return a named shape; its vocabulary is GPT-2's, or bytes for the small ones."""
     shape = SHAPES[name]
     config = GPTConfig(
         num_layers=shape.num_layers,
         width=shape.width,
         num_heads=shape.num_heads,
         context=shape.context,
-        vocab_size=vocab_size or (50_304 if name.startswith("gpt3") else 256),
+        vocab_size=50_304 if name.startswith("gpt3") else 256,
     )
     return gpt(config, name, f"--shape {name}")

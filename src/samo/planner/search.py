@@ -100,18 +100,7 @@ def search(
     *,
     budgets: bool = True,
 ) -> list[Option]:
-    """Return all options of a scheme, or those ``among`` the given layouts, best first.
-
-    Example:
-        >>> from samo.planner.hardware import HARDWARE, Cluster
-        >>> from samo.planner.memory import Job
-        >>> from samo.planner.network import named
-        >>> from samo.planner.search import search
-        >>> job = Job(network=named("gpt3-2.7b").pruned(0.9), batch=8, context=1024)
-        >>> best = search(job, Cluster(hardware=HARDWARE["rtx3090"]))[0]
-        >>> best.fits, best.layout.weights, best.layout.checkpointing
-        (True, 'resident', False)
-    """
+    """Return all options of a scheme, or those ``among`` the given layouts, best first."""
     found = []
     for layout in layouts(job, cluster, scheme) if among is None else among:
         option = evaluate(job, layout, cluster)
@@ -141,16 +130,6 @@ def choose(
     job: Job, cluster: Cluster, among: Iterable[Layout] | None = None, *, budgets: bool = True
 ) -> tuple[Option, str]:
     """Return the fastest option that fits, and why; of those within 2 %, with room to spare, exact.
-
-    Example:
-        >>> from samo.planner.hardware import HARDWARE, Cluster
-        >>> from samo.planner.memory import Job
-        >>> from samo.planner.network import named
-        >>> from samo.planner.search import choose
-        >>> job = Job(network=named("gpt3-13b").pruned(0.9), batch=1, context=1024)
-        >>> best, reason = choose(job, Cluster(hardware=HARDWARE["rtx4090"]))
-        >>> best.layout.state
-        'lean'
 
     Args:
         job: What to train.

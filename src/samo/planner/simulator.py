@@ -154,19 +154,7 @@ def simulate(
 def simulate_step(
     job: Job, layout: Layout, cluster: Cluster, *, schedule: Schedule = "message-driven"
 ) -> Timeline:
-    """Simulate the passes of a step with the times of the cost model; all replicas do the same.
-
-    Example:
-        >>> from samo.planner.hardware import HARDWARE, Cluster
-        >>> from samo.planner.memory import Job, Layout
-        >>> from samo.planner.network import named
-        >>> from samo.planner.simulator import simulate_step
-        >>> job = Job(network=named("gpt3-13b").pruned(0.9), batch=2048, context=2048)
-        >>> cluster = Cluster(hardware=HARDWARE["v100-16"], num_gpus=2048)
-        >>> layout = Layout(pipe=16, data=128, checkpointing=True)
-        >>> round(simulate_step(job, layout, cluster).span, 1)
-        6.1
-    """
+    """Simulate the passes of a step with the times of the cost model; all replicas do the same."""
     passes = stage_times(job, layout, cluster)
     latency = link_s(0, layout, cluster)
     occupied = link_s(message_bytes(job, layout), layout, cluster) - latency
