@@ -162,6 +162,8 @@ def test_a_full_disk_is_an_error_that_names_file_and_cause_and_nothing_is_left(
 ) -> None:
     save_value(tmp_path, 1.0)
     before = sorted(tmp_path.rglob("*.*"))
+    (tmp_path / "data-00000000").mkdir()  # of a killed save, which takes room
+    (tmp_path / "data-00000000" / "weights.safetensors").touch()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     message = r"cannot save to '.*': '.*/data-[0-9a-f]{8}/weights.safetensors': File too large; fre"

@@ -37,7 +37,8 @@ def test_what_json_lacks_is_refused_with_its_path(value: Any, where: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "value", [{"$float": "1"}, {"$float": 1}, {"$tuple": 1}, {"$tensor": 1}, {"$x": 1, "y": 2}]
+    "value",
+    [{"$float": "1"}, {"$float": 1}, {"$tuple": 1}, {"$tensor": 1}, {"$tensor": "x", "y": 2}],
 )
 def test_a_key_without_a_meaning_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="have no meaning"):

@@ -64,13 +64,14 @@ def decode(value: Any, tensor: Callable[[Any], Any] = TensorName, depth: int = 0
         return [decode(item, tensor, depth) for item in value]
     if not isinstance(value, dict):
         return value
-    (key, item), *more = value.items() or [("", None)]
-    if key == "$float" and isinstance(item, str) and item in _NONFINITE and not more:
-        return _NONFINITE[item]
-    if key == "$tuple" and isinstance(item, list) and not more:
-        return tuple(decode(entry, tensor, depth) for entry in item)
-    if key == "$tensor" and isinstance(item, str | list) and not more:
-        return tensor(decode(item, depth=depth))
+    if len(value) == 1:
+        ((key, item),) = value.items()
+        if key == "$float" and isinstance(item, str) and item in _NONFINITE:
+            return _NONFINITE[item]
+        if key == "$tuple" and isinstance(item, list):
+            return tuple(decode(entry, tensor, depth) for entry in item)
+        if key == "$tensor" and isinstance(item, str | list):
+            return tensor(decode(item, depth=depth))
     if any(key.startswith("$") and not key.startswith("$$") for key in value):
         raise ValueError(f"the keys {list(value)[:3]} have no meaning")
     return {key.removeprefix("$"): decode(item, tensor, depth) for key, item in value.items()}
