@@ -9,21 +9,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from benchmarks import contenders, figures, step
 from benchmarks.measure import read_lines
 from benchmarks.streamed import bench as streamed, page
 from benchmarks.streamed.lines import LINES
 
-import samo
 from samo.bench.contenders import CONTENDERS
-from samo.bench.step import contenders as chosen, new_model
-from samo.models.shapes import GPTConfig
+from samo.bench.step import contenders as chosen
 from samo.train.resolve import check_ranges
-
-CPU = torch.device("cpu")
-SMALL = GPTConfig(num_layers=1, width=64, num_heads=2, context=16, vocab_size=128)
-TOKENS = torch.arange(32).view(2, 16)
+from tests.bench.test_step import built
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +27,6 @@ def all_contenders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(sys.modules, name, None)
     with mock.patch.dict(CONTENDERS, contenders.CONTENDERS):
         yield
-
-
-def built(name: str) -> Any:
-    return CONTENDERS[name](new_model(SMALL, CPU), samo.prune(new_model(SMALL, CPU), 0.9))
 
 
 # Contenders
@@ -66,6 +56,7 @@ def test_a_budget_is_a_fraction_of_the_bytes_of_dense_weights(
     lean: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = built("lean" if lean else "samo").account()
+    assert account is not None
     dense = account.pruned.predicted["dense"] + account.unpruned.predicted["dense"]
     given: list[object] = []
     monkeypatch.setattr(contenders, "Samo", lambda *_, weights, state: given.append(weights))
