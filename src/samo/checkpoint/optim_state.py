@@ -224,21 +224,21 @@ class OptimizerState:
         state: dict[int, dict[str, Any]] = {}
         all_params: list[Tensor] = []
         for group, params in self.groups:
-            settings, on_device = _settings(group), False
-            for name, param in params.items():
+            start, settings, on_device = len(all_params), _settings(group), False
+            for name, param in [*params.items()][:1]:  # all of a group have the same settings
                 on_device = bool(theirs[name].get("capturable") or theirs[name].get("fused"))
                 to = partial(_from_inline, device=param.device if on_device else None)
                 settings = json_values.decode(theirs[name], to)
+            # torch reads step counts on the host, except for capturable and fused.
+            is_host = not on_device and not isinstance(self.kind, AdamW)
+            for name, param in params.items():
                 if name in entry["state"]:
                     content = json_values.decode(entry["state"][name], partial(read, param))
-                    # torch reads step counts on the host, except for capturable and fused.
-                    is_host = not on_device and not isinstance(self.kind, AdamW)
                     if is_host and isinstance(content.get("step"), Tensor):
                         content["step"] = content["step"].cpu()
                     state[len(all_params)] = content
                 all_params.append(param)
                 self.model.layout.ranks.note_progress()
-            start = len(all_params) - len(params)
             groups.append({**settings, "params": [*range(start, len(all_params))]})
         more = json_values.decode(entry["more"], _from_inline)
         packed = {**more, "state": state, "param_groups": groups}

@@ -131,21 +131,22 @@ def stage(
     model: "nn.Module | Pipeline",
     opt: Optimizer | None,
     *,
+    scaler: torch.amp.GradScaler | None = None,
+    extra: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout_s: float = 600.0,
     copies: bool = True,
     look_after: LookAfter = lambda ranks: None,
-    **options: Unpack[SaveOptions],
 ) -> Callable[[], None]:
     """Copy what `save` would write, and return a function that writes it, for `staging.submit`.
 
     Without ``copies``, the model must not change until that function has returned. ``look_after``
     is called every few seconds with the ranks that this one waits for, and may raise.
     """
-    layout = layout_of(
-        model, options.get("mesh"), options.get("timeout_s", 600.0), "samo.save", look_after
-    )
+    layout = layout_of(model, mesh, timeout_s, "samo.save", look_after)
     part = _Part(Path(path), layout)
     try:
-        part.describe(opt, options.get("scaler"), options.get("extra") or {})
+        part.describe(opt, scaler, extra or {})
         if copies:
             part.tensors = staging.stage(part.tensors)
     except Exception as error:  # raised in save(), on all ranks; Ctrl-C is for this thread
