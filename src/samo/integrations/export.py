@@ -5,6 +5,7 @@ import glob
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -185,11 +186,11 @@ def state_of(
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype in which most weights of a model compute."""
-    counts: dict[torch.dtype, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for param in {id(param): param for param in dense_parameters(model).values()}.values():
         if param.is_floating_point():
-            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
-    return max(counts, key=lambda dtype: counts[dtype])
+            counts[param.dtype] += param.numel()
+    return counts.most_common(1)[0][0]
 
 
 def check_free(path: Path) -> None:

@@ -14,8 +14,8 @@ are lost, so a folder of samo has its masks in masks.safetensors too.
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from samo.errors import CheckpointError
@@ -69,10 +69,9 @@ def _compress(dense: Tensor) -> dict[str, Tensor] | None:
     """Return the parts of a matrix, unless they would take more bytes than the matrix."""
     keep = dense != 0
     counts = keep.sum(dim=-1)
-    bits = F.pad(keep, (0, -keep.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
     parts = {
         "compressed": dense[keep],
-        "bitmask": (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8),
+        "bitmask": torch.from_numpy(np.packbits(keep.numpy(), axis=-1, bitorder="little")),
         "row_offsets": counts.cumsum(0) - counts,
         "shape": torch.tensor(dense.shape),
     }
@@ -128,8 +127,8 @@ def read_weight(module: str, specs: dict[str, Spec]) -> Tensor:
     if bitmask.dtype != "U8" or bitmask.shape != expected or min(shape) < 0:
         raise damaged(f"has a .bitmask of {bitmask.dtype} {bitmask.shape} for a shape of {shape}")
     packed = folder_files.read_tensor(bitmask, f"{module}.bitmask")
-    bits = (packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    bits = bits.flatten(-2).to(torch.bool)
+    unpacked = np.unpackbits(packed.numpy(), axis=-1, bitorder="little")
+    bits = torch.from_numpy(unpacked).to(torch.bool)
     keep = bits[..., : shape[-1]]
     if bits[..., shape[-1] :].any():
         raise damaged("has bits set past the end of a row")
