@@ -86,13 +86,16 @@ def test_the_compiled_example_trains_and_shows_the_ledger(
 
 def check_printed(printed: str, how: str, pruned_bytes: str, *, num_pruned: int = 98_304) -> None:
     """Check that the loss is below its 5.5 at the start, and the bytes of a pruned weight."""
-    line, *ledger = printed.splitlines()
+    line = printed.splitlines()[0]
     assert line.startswith("loss ")
     assert line.endswith(how)
     assert float(line.split()[1].rstrip(",")) < 4
-    start = ledger.index(f"pruned, {num_pruned:,} parameters")
-    together = next(row for row in ledger[start:] if "together" in row)
-    assert together.split()[-1] == pruned_bytes
+    assert bytes_of_pruned(printed, num_pruned) == pruned_bytes
+
+
+def bytes_of_pruned(printed: str, num_pruned: int) -> str:
+    ledger = printed[printed.index(f"pruned, {num_pruned:,} parameters") :].splitlines()
+    return next(row for row in ledger if "together" in row).split()[-1]
 
 
 FRAMEWORKS: Final = {
@@ -125,7 +128,5 @@ def test_the_example_of_adapters_merges_what_it_trained(capsys: pytest.CaptureFi
     found = runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert 4 < float(printed.split()[1]) < 5.5  # a little below its start: the base is random
-    ledger = printed[printed.index("pruned, 81,920 parameters") :].splitlines()
-    together = next(row for row in ledger if "together" in row)
-    assert together.split()[-1] == "0.33"  # 0.129 + 2f: neither gradients nor moments
+    assert bytes_of_pruned(printed, 81_920) == "0.33"  # 0.129 + 2f: no gradients, no moments
     assert samo.Masks.from_zeros(found["merged"]) == found["masks"]

@@ -49,13 +49,7 @@ def language_model(folder: Path, family: str = "Llama", template: str | None = N
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    return language_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    return language_model(tmp_path_factory.mktemp("chat"), template=TEMPLATE)
+    return language_model(tmp_path_factory.mktemp("llama"), template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -232,19 +226,19 @@ def test_characters_of_several_tokens_are_shown_whole(
 
 
 def test_a_chat_uses_the_template_and_remembers(
-    chat: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, first = expected(chat, "<user>To be\n<assistant>", 6)
-    _, second = expected(chat, f"<user>To be\n<assistant>{first}\n<user>or not\n<assistant>", 6)
+    _, first = expected(llama, "<user>To be\n<assistant>", 6)
+    _, second = expected(llama, f"<user>To be\n<assistant>{first}\n<user>or not\n<assistant>", 6)
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("To be\n\nor not\n"))
-    assert main(["generate", str(chat), "--chat", *GREEDY, "--max-tokens", "6"]) == 0
+    assert main(["generate", str(llama), "--chat", *GREEDY, "--max-tokens", "6"]) == 0
     shown = capsys.readouterr().out
     assert shown == f"> To be\n{plain(first)}\n> or not\n{plain(second)}\n"
 
 
 def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(
-    chat: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from samo.integrations.generation import HuggingFaceText
 
@@ -263,7 +257,7 @@ def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(
     monkeypatch.setattr(HuggingFaceText, "stream", answer)
     monkeypatch.setattr(HuggingFaceText, "encode_chat", ask)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert main(["generate", str(chat), "--chat"]) == 0
+    assert main(["generate", str(llama), "--chat"]) == 0
     assert asked[1][1] == {"role": "assistant", "content": "half an"}
     assert "1 tokens, stopped" in capsys.readouterr().err
 
@@ -288,7 +282,6 @@ def break_file(folder: Path, name: str, change: Callable[[dict[str, Any]], Any])
         ("--max-tokens 0 --prompt x", 2, "--max-tokens must be 1 or more"),
         ("--temperature -1 --prompt x", 2, "--temperature must be 0 or more"),
         ("--chat --prompt x", 2, "--chat reads messages line by line; leave out --prompt"),
-        ("--chat", 2, "has no chat template, so its model was not made to chat; use --prompt"),
         ("--prompt LONG", 1, "tokens, and the model reads 64 with its answer; shorten the prompt"),
         ("--prompt x --device cuda", 2, "--device cuda needs a GPU"),
     ],
@@ -304,14 +297,16 @@ def test_what_cannot_be_generated_is_told(
     assert shown.out == ""
 
 
-def test_no_prompt_in_a_terminal_is_told(
-    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_no_prompt_and_no_template_are_told(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert main(["generate", str(run), "--chat"]) == 2
+    assert "r' has no chat template, so its model was not made to chat" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", Recorder(int, is_terminal=True))
-    assert main(["generate", str(llama)]) == 2
+    assert main(["generate", str(run)]) == 2
     assert "no prompt; pass --prompt TEXT, pipe a text in, or use --chat" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * (2**24 + 1)))
-    assert main(["generate", str(llama)]) == 1
+    assert main(["generate", str(run)]) == 1
     assert "the prompt has more than 16,777,216 characters" in capsys.readouterr().err
 
 
