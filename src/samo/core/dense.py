@@ -1,10 +1,10 @@
 """From values to a dense weight and back: `Layout`, and the autograd function on it.
 
-The dense tensor of a *resident* weight is created once and returned by every read, so that it
-behaves like a parameter: hooks stay on it, and ``module.weight is module.weight``. It shares
-storage and version counter with the resident copy, so writes are noticed (`samo.core.weight`) and
-autograd rejects a backward pass over overwritten values. Its graph node saves no tensors and serves
-any number of backward passes.
+The dense tensor of a *resident* weight is created once and returned by every read (once for each
+stream of a GPU), so that it behaves like a parameter: hooks stay on it, and
+``module.weight is module.weight``. It shares storage and version counter with the resident copy, so
+writes are noticed (`samo.core.weight`) and autograd rejects a backward pass over overwritten
+values. Its graph node saves no tensors and serves any number of backward passes.
 """
 
 from __future__ import annotations

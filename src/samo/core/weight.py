@@ -339,7 +339,7 @@ class Weight:
     # Identity -----------------------------------------------------------------------------------
 
     def bind(self, values: nn.Parameter) -> None:
-        """Make ``values`` the parameter and build its dense weight.
+        """Make ``values`` the parameter, move the mask to them, and build the dense weight.
 
         Eagerly, because compiled code cannot build it and would expand in every pass.
         """
@@ -348,8 +348,10 @@ class Weight:
                 self.retire()
             self.is_resident, self.mesh = False, values.device_mesh
         else:
-            if self.mask is not None and self.mask.words.device != values.device:
-                self._place(values.device)
+            if not values.is_meta:
+                mask = None if self.mask is None else self.mask.to(values.device)
+                kernels = _kernels.choose(values.device, self.path)
+                self.layout = self.layout._replace(mask=mask, kernels=kernels)
             if values.grad_dtype != self.layout.grad_dtype:
                 values.grad_dtype = self.layout.grad_dtype
             self._streamed = None  # sharded values keep it until the full values return
@@ -384,15 +386,7 @@ class Weight:
         if values.dtype != self.values.dtype:
             self.dtype = values.dtype
         self.layout = self.layout._replace(grad_dtype=values.dtype)
-        self._place(values.device)
         self.bind(values)
-
-    def _place(self, device: torch.device) -> None:
-        """Move the mask to a device."""
-        if device.type != "meta":
-            mask = None if self.mask is None else self.mask.to(device)
-            kernels = _kernels.choose(device, self.path)
-            self.layout = self.layout._replace(mask=mask, kernels=kernels)
 
     @_untracked
     def set_mask(self, mask: Mask, values: Tensor, grad: Tensor | None) -> None:
@@ -435,7 +429,6 @@ class Weight:
         """Adopt the device and compute dtype that ``Module._apply`` gave the values."""
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         self.dtype = dtype if dtype.is_floating_point else self.dtype
-        self._place(self.device)
         self.bind(self.values)
 
     def __getstate__(self) -> dict[str, Any]:
