@@ -94,8 +94,8 @@ def _gpt2(config: Mapping[str, Any], name: str) -> Network:
         network.blocks[0],
         matrices=(
             *network.blocks[0].matrices[:2],
-            Matrix(kind="mlp", inputs=d, outputs=inner),
-            Matrix(kind="mlp", inputs=inner, outputs=d),
+            Matrix("mlp", d, inner),
+            Matrix("mlp", inner, d),
         ),
         vectors=(d, d, 3 * d, d, d, d, inner, d),
         # transformers' GELU is eight operators on fp32-free tensors, of which five are saved;
@@ -128,9 +128,9 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
     if config.get("mlp_bias"):
         vectors += [f, f, d]
     attention = (
-        Matrix(kind="attention", inputs=d, outputs=q),
-        Matrix(kind="attention", inputs=d, outputs=kv, count=2),
-        Matrix(kind="attention", inputs=q, outputs=d),
+        Matrix("attention", d, q),
+        Matrix("attention", d, kv, count=2),
+        Matrix("attention", q, d),
     )
     extra = 6 * (q + kv) if "qk norms" in traits else 0
     saved = norms * norm_bytes * d + 4 * q + 4 * kv + extra
@@ -150,8 +150,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
 
     def gated(width: int) -> tuple[Matrix, ...]:
         return (
-            Matrix(kind="mlp", inputs=d, outputs=width, count=2),
-            Matrix(kind="mlp", inputs=width, outputs=d),
+            Matrix("mlp", d, width, count=2),
+            Matrix("mlp", width, d),
         )
 
     blocks = [block(gated(f), f, 0, 45)] * count
@@ -161,13 +161,13 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         inner = config.get("moe_intermediate_size", f)
         share = {"stack": experts, "share": top / experts}
         mlp: tuple[Matrix, ...] = (
-            Matrix(kind="experts", inputs=d, outputs=2 * inner, **share),
-            Matrix(kind="experts", inputs=inner, outputs=d, **share),
-            Matrix(kind="router", inputs=d, outputs=experts),
+            Matrix("experts", d, 2 * inner, **share),
+            Matrix("experts", inner, d, **share),
+            Matrix("router", d, experts),
         )
         wide = top * inner
         if shared := config.get("shared_expert_intermediate_size", 0):
-            mlp += (*gated(shared), Matrix(kind="router", inputs=d, outputs=1))
+            mlp += (*gated(shared), Matrix("router", d, 1))
             wide += shared
         mixed = block(mlp, wide, 6 * top * d + 4 * experts, 60 + 8 * experts)
         every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
@@ -180,8 +180,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
             for i, layer in enumerate(blocks)
         ]
     is_tied = bool(config.get("tie_word_embeddings", family.startswith("gemma")))
-    embedding = Matrix(kind="embedding", inputs=d, outputs=vocab, is_lookup=True)
-    head = Matrix(kind="head", inputs=d, outputs=vocab, is_tied=is_tied)
+    embedding = Matrix("embedding", d, vocab, is_lookup=True)
+    head = Matrix("head", d, vocab, is_tied=is_tied)
     return Network(
         name=name or family,
         layers=(

@@ -1,7 +1,7 @@
 """The tensors of a network as the planner sees them: matrices of layers, from embedding to head."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from samo.errors import ConfigError
@@ -18,13 +18,14 @@ MAX_LOGITS: Final = 2**27
 """That exist at once in a loss, as `samo.models.chunked_loss` has it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """Equal weights of a layer."""
 
     kind: Kind
     inputs: int
     outputs: int
+    _: KW_ONLY
     count: int = 1  # tensors
     stack: int = 1  # matrices in each tensor: experts
     share: float = 1.0  # of the tokens, that each matrix multiplies
@@ -174,10 +175,10 @@ def gpt(config: GPTConfig, name: str = "gpt", command: str = "") -> Network:
     d, vocab = config.width, config.vocab_size
     block = Layer(
         matrices=(
-            Matrix(kind="attention", inputs=d, outputs=3 * d),
-            Matrix(kind="attention", inputs=d, outputs=d),
-            Matrix(kind="mlp", inputs=d, outputs=4 * d),
-            Matrix(kind="mlp", inputs=4 * d, outputs=d),
+            Matrix("attention", d, 3 * d),
+            Matrix("attention", d, d),
+            Matrix("mlp", d, 4 * d),
+            Matrix("mlp", 4 * d, d),
         ),
         vectors=(d, d, 3 * d, d, d, d, 4 * d, d),
         attention_width=d,
@@ -187,10 +188,10 @@ def gpt(config: GPTConfig, name: str = "gpt", command: str = "") -> Network:
         operators=25,
     )
     embeddings = (
-        Matrix(kind="embedding", inputs=d, outputs=vocab, is_lookup=True),
-        Matrix(kind="embedding", inputs=d, outputs=config.context, is_lookup=True),
+        Matrix("embedding", d, vocab, is_lookup=True),
+        Matrix("embedding", d, config.context, is_lookup=True),
     )
-    head = Matrix(kind="head", inputs=d, outputs=vocab, is_tied=config.is_tied)
+    head = Matrix("head", d, vocab, is_tied=config.is_tied)
     return Network(
         name=name,
         layers=(
