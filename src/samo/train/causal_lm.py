@@ -70,7 +70,6 @@ class CausalLMSubject(Subject):
                 )
             folder_files.check_entries(self._folder)
             return
-        assert config.model.model is not None
         source = find(config.model.model).hugging_face
         if source is None:
             raise ConfigError(
@@ -119,7 +118,6 @@ class CausalLMSubject(Subject):
         config = self.config
         torch.manual_seed(config.run.seed)  # of dropout
         source = checkpoint or config.model.model
-        assert source is not None
         model, masks = self._open(source, is_own=checkpoint is not None)
         teacher = self._open_teacher(model)
         found = choose_layout(config, model, masks, teacher, ranks.num_replicas)
@@ -179,7 +177,6 @@ class CausalLMSubject(Subject):
 
     def _zeros(self, model: nn.Module) -> Masks:
         source = self.config.model.model
-        assert source is not None
         try:
             return Masks.from_zeros(model)
         except MaskError as error:

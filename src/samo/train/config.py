@@ -276,11 +276,6 @@ class TrainConfig:
 
     kind = "train"
 
-    @property
-    def name(self) -> str:
-        """What a run is called by default."""
-        return self.data.train[0].stem
-
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     prune: PruneConfig = field(default_factory=PruneConfig)
@@ -355,3 +350,8 @@ class ResolvedConfig(TrainConfig):
     optim: ResolvedOptim
     run: ResolvedRun
     mesh: ResolvedMesh
+
+    @property
+    def name(self) -> str:
+        """What a run is called by default."""
+        return self.data.train[0].stem

@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import DisallowNone, Positional, arg
@@ -153,11 +154,6 @@ class FinetuneConfig:
 
     kind = "finetune"
 
-    @property
-    def name(self) -> str:
-        """What a run is called by default."""
-        return "finetune" if self.model.model is None else self.model.model.name
-
     model: FinetuneModel = field(default_factory=FinetuneModel)
     data: FinetuneData = field(default_factory=FinetuneData)
     prune: FinetunePrune = field(default_factory=FinetunePrune)
@@ -170,6 +166,7 @@ class FinetuneConfig:
 class ResolvedFinetuneModel(FinetuneModel):
     """`FinetuneModel` without "auto"."""
 
+    model: Path
     context: int
     checkpointing: bool
 
@@ -190,18 +187,17 @@ class ResolvedFinetune:
 
     kind = FinetuneConfig.kind
 
-    @property
-    def name(self) -> str:
-        """What a run is called by default."""
-        assert self.model.model is not None
-        return self.model.model.name
-
     model: ResolvedFinetuneModel
     data: FinetuneData
     prune: FinetunePrune
     optim: ResolvedOptim
     run: ResolvedFinetuneRun
     mesh: ResolvedMesh
+
+    @property
+    def name(self) -> str:
+        """What a run is called by default."""
+        return self.model.model.name
 
 
 Resolved = ResolvedConfig | ResolvedFinetune
