@@ -152,7 +152,7 @@ class Plan:
     --width and --vocab-size describe a GPT."""
     sparsity: float | Auto = "auto"
     """Fraction pruned of the matrices of attention, MLPs and experts. auto: that of the folder's
-    masks, or else 0.9."""
+    masks, or else 0.7 for a language model and 0.9 for a GPT."""
     rules: Annotated[dict[str, float], arg(help_behavior_hint="")] = field(default_factory=dict)
     """Sparsities of kinds of matrices: pairs of attention, mlp, experts, router, embedding or head,
     and a value."""
@@ -171,6 +171,8 @@ class Plan:
     """Tokens of a sequence. auto: that of the model, at most 2,048."""
     freeze_embeddings: bool = False
     """Train all but embeddings and head, which then have neither gradients nor state."""
+    teacher: Annotated[str, arg(metavar="MODEL", help_behavior_hint="")] = ""
+    """A model to learn from, which every GPU holds in 16 bits."""
     num_layers: int | Auto = "auto"
     """Blocks of a GPT that has no name."""
     width: int | Auto = "auto"

@@ -41,6 +41,7 @@ def run(command: Plan) -> int:
         batch=_given(command.batch),
         context=_given(command.context),
         freeze_embeddings=command.freeze_embeddings,
+        teacher=command.teacher or None,
     )
     sys.stdout.write(f"{json.dumps(found.to_dict()) if command.json else found}\n")
     if figure is not None:

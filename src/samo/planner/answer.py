@@ -1,5 +1,6 @@
 """`samo.plan`: will it fit, with what, how fast; and what the saving buys."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +30,9 @@ RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _ASSUMED: Final = "assumed"
 _MOST_GPUS: Final = 4096
 _SEQUENCES: Final = 8  # of a step, for each GPU
-_SPARSITY: Final = 0.9  # unless one is given or read
+_SPARSITY: Final = 0.9  # of a GPT that is trained from scratch, unless one is given or read
+_LM_SPARSITY: Final = 0.7  # of a pretrained language model, which loses too much above
+_HIGHEST: Final = 0.98
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,8 @@ class Plan:
     advice: list[str]  # what would fit, if nothing does
     source: str | None  # what the command calls the target, if it was a name or a path
     pruned_by: str  # where the sparsity is from: a file, "assumed", or "" if it was given
+    teacher: str | None = None  # what the command calls the teacher
+    teacher_bytes: int = 0  # of each GPU
 
     @property
     def best(self) -> Option | None:
@@ -60,7 +65,21 @@ class Plan:
     @property
     def is_pruned(self) -> bool:
         """Whether the folder has its masks, so that nothing is left to prune."""
-        return self.pruned_by not in ("", _ASSUMED)
+        return not self.is_assumed and self.pruned_by != ""
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether the sparsity is a guess."""
+        return self.pruned_by == _ASSUMED
+
+    @property
+    def host_bytes(self) -> tuple[float, float] | None:
+        """Memory of the host that a rank of samo finetune takes: for a dense and a small folder."""
+        if self.source is None or self.job.network.command:
+            return None
+        state = self.options[0].memory.state
+        small = state["values"] + state["bitmap"]
+        return 2 * self.job.network.num_params + small, small
 
     @property
     def command(self) -> str:
@@ -76,6 +95,8 @@ class Plan:
             "batch": self.job.batch,
             "context": self.job.context,
             "frozen": self.job.network.frozen,
+            "teacher_bytes": self.teacher_bytes,
+            "host_bytes": self.host_bytes,
             "hardware": asdict(self.cluster.hardware),
             "num_gpus": self.cluster.num_gpus,
             "fits": self.best is not None,
@@ -119,6 +140,7 @@ def plan(
     batch: int | None = None,
     context: int | None = None,
     freeze_embeddings: bool = False,
+    teacher: str | Path | None = None,
 ) -> Plan:
     """Predict memory and time of training, and choose a layout. Loads no torch for a name or path.
 
@@ -134,7 +156,7 @@ def plan(
             meta device too.
         masks: Of a module; otherwise ``sparsity`` says how much is pruned.
         sparsity: Of what `samo.prune` prunes: matrices of attention, MLPs and experts. By default
-            that of the folder's masks, or 0.9.
+            that of the folder's masks, or 0.7 for a language model and 0.9 for a GPT of samo train.
         rules: Sparsities by kind, if they differ: attention, mlp, experts, router, embedding, head.
         gpu: A name in `samo.planner.hardware.HARDWARE`, "24GB" for any card of so much memory,
             "here", or a .toml or .json file.
@@ -144,6 +166,7 @@ def plan(
         batch: Sequences of a step, over all ranks; by default 8 for each GPU.
         context: Tokens of a sequence; by default the model's, at most 2,048.
         freeze_embeddings: Whether embeddings and head stay as they are.
+        teacher: A model to learn from, named as the target is. Every GPU holds it in 16 bits.
 
     Raises:
         ConfigError: A setting is out of range, or a name or file is not known.
@@ -168,8 +191,18 @@ def plan(
     elif sparsity is None and not rules and folder and (read := pruned_as_read(folder, network)):
         network, pruned_by = read
     else:
-        network = network.pruned(_SPARSITY if sparsity is None else sparsity, rules)
+        usual = _SPARSITY if network.command else _LM_SPARSITY
+        network = network.pruned(usual if sparsity is None else sparsity, rules)
         pruned_by = "" if sparsity is not None else _ASSUMED
+    teaching, teacher_name, _ = (None, None, None) if teacher is None else _find(teacher)
+    taken = 0
+    if teaching is not None:
+        if network.command:
+            raise ConfigError(
+                "samo train has no teacher; plan for a language model of Hugging Face"
+            )
+        taken = teaching.num_params * (4 if hardware.dtype == "float32" else 2)
+        hardware = replace(hardware, reserved_bytes=hardware.reserved_bytes + taken)
     cluster = Cluster(hardware=hardware, num_gpus=gpus)
     job = Job(
         network=network.with_frozen(ENDS) if freeze_embeddings else network,
@@ -199,9 +232,11 @@ def plan(
         options=options,
         rivals={scheme: search(job, cluster, scheme)[0] for scheme in RIVALS},
         fewest={scheme: _fewest(job, cluster, scheme) for scheme in ("samo", *RIVALS)},
-        advice=[] if options[0].fits else list(_advice(job, cluster)),
+        advice=[] if options[0].fits else list(_advice(job, cluster, taken)),
         source=source,
         pruned_by=pruned_by,
+        teacher=teacher_name,
+        teacher_bytes=taken,
     )
 
 
@@ -272,31 +307,53 @@ def _fewest(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | None:
     return None
 
 
-def _advice(job: Job, cluster: Cluster) -> Iterator[str]:
-    """Yield what would fit."""
+def _advice(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
+    """Yield what would fit, first on the GPUs at hand; a teacher has taken some of their memory."""
     hardware, gpus, network = cluster.hardware, cluster.num_gpus, job.network
+    changes: list[tuple[str, Job]] = [("", job)]
     is_pruned = any(network.sparsity.get(kind) for kind in ENDS)
     if not (network.command or network.frozen or is_pruned):
-        least = _least(replace(job, network=network.with_frozen(ENDS)), cluster)
-        if least <= hardware.usable_bytes:
-            yield f"{size(least)} with frozen embeddings: --freeze-embeddings"
+        frozen, flag = replace(job, network=network.with_frozen(ENDS)), "--freeze-embeddings"
+        if _fits(frozen, cluster):
+            yield f"{size(_least(frozen, cluster))} with frozen embeddings: {flag}"
+        else:
+            changes.append((f" {flag}", frozen))
+    for flag, changed in changes:
+        if less := next((x for x in _smaller(changed, gpus) if _fits(x[1], cluster)), None):
+            yield f"fewer tokens at a time: {less[0]}{flag}"
+            break
+    for flag, changed in changes:
+        if sparsity := _lowest_sparsity(changed, cluster):
+            yield f"pruning more: --sparsity {sparsity:g}{flag}"
     is_cpu = job.dtype == "float32"  # whose ranks share one memory
     if not is_cpu and (enough := _fewest(job, cluster)) is not None:
         yield f"{enough} x {hardware.name}: --gpus {enough}"
     larger = (one for one in HARDWARE.values() if one.memory_bytes > hardware.memory_bytes)
     for other in sorted(larger, key=lambda one: one.memory_bytes):
-        if _fits(job, replace(cluster, hardware=other)):
+        reserved = other.reserved_bytes + taken
+        if _fits(job, replace(cluster, hardware=replace(other, reserved_bytes=reserved))):
             yield f"{gpus} x {other.name}: --gpu {other.name}"
             break
-    for sparsity in (0.8, 0.9, 0.95, 0.98):
-        rules = {kind: sparsity for kind, value in network.sparsity.items() if value}
-        is_more = any(network.sparsity[kind] < sparsity for kind in rules)
-        if is_more and _fits(replace(job, network=network.pruned(0.0, rules)), cluster):
-            yield f"pruning more: --sparsity {sparsity}"
-            break
-    context = job.context // 2
-    while context >= 256:
-        if _fits(replace(job, context=context), cluster):
-            yield f"shorter sequences: --context {context}"
-            break
-        context //= 2
+
+
+def _smaller(job: Job, gpus: int) -> Iterator[tuple[str, Job]]:
+    """Yield flags and jobs of smaller batches and shorter sequences."""
+    contexts = [
+        job.context >> halvings for halvings in range(1, 8) if job.context >> halvings >= 512
+    ]
+    for batch, flag in ((job.batch, ""), (gpus, f"--batch {gpus} ")):
+        if flag:
+            yield flag.rstrip(), replace(job, batch=batch)
+        for context in contexts:
+            yield f"{flag}--context {context}", replace(job, batch=batch, context=context)
+
+
+def _lowest_sparsity(job: Job, cluster: Cluster) -> float | None:
+    """Return the lowest sparsity, in steps of 0.01, at which what is pruned today would fit."""
+    today = [value for value in job.network.sparsity.values() if value]
+    kinds = [kind for kind, value in job.network.sparsity.items() if value]
+    for hundredths in range(math.ceil(100 * min(today, default=1.0)), round(100 * _HIGHEST) + 1):
+        rules = {kind: max(job.network.sparsity[kind], hundredths / 100) for kind in kinds}
+        if _fits(replace(job, network=job.network.pruned(0.0, rules)), cluster):
+            return hundredths / 100
+    return None

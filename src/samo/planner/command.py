@@ -46,6 +46,7 @@ def command(plan: "Plan", own: Layout) -> str:
         f"--state {own.state}",
         "--checkpointing" if own.checkpointing else "--no-checkpointing",
         "--freeze-embeddings" if job.network.frozen else "",
+        f"--teacher {shlex.quote(plan.teacher)}" if plan.teacher else "",
         "--shard weights" if own.shard else "",
         "--dense-steps 0" if is_gpt and not dense_phase(job, own, cluster).fits else "",
     ]

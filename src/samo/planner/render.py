@@ -34,9 +34,9 @@ _ONLY_MANY: Final = ("bubble", "point_to_point", "reduce")
 _WIDTH: Final = 100
 _SHOWN: Final = 6  # options; with the other schemes ten rows
 _LEGEND: Final = (
-    "All predicted; docs/plan.md has the errors. * does not fit. needs: peak, and 5 % that the "
-    "allocator loses. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
-    "activations. mesh: stages x replicas. size: sequences of a micro-batch."
+    "All predicted; see docs/plan.md for measured accuracy. * does not fit. needs: peak, and 5 % "
+    "that the allocator loses. values: with bitmaps. work: logits and workspace. ckpt: "
+    "checkpointed activations. mesh: stages x replicas. size: sequences of a micro-batch."
 )
 
 
@@ -70,6 +70,9 @@ def _lines(plan: "Plan") -> Iterator[str]:
     )
     if hardware.source:
         yield f"({hardware.source})"
+    if plan.host_bytes is not None:
+        dense, small = map(size, plan.host_bytes)
+        yield f"on the host, for each rank: {dense} to open a dense model, {small} a compressed one"
     yield ""
     shown = [*plan.options[:_SHOWN], *plan.rivals.values()]
     yield from _memory_table(plan, shown)
@@ -80,6 +83,8 @@ def _lines(plan: "Plan") -> Iterator[str]:
     if (more := len(plan.options) - _SHOWN) > 0:
         yield f"{more} more layouts are in --json."
     keeper = "the process" if job.dtype == "float32" else "CUDA's context and libraries"
+    if plan.teacher_bytes:
+        keeper += f", and {size(plan.teacher_bytes)} of it for the teacher"
     yield (
         f"usable: {size(hardware.memory_bytes)}, which is {hardware.memory_bytes / 2**30:.1f} GiB "
         f"(a GB is 10^9 bytes, a GiB 2^30), less {size(hardware.reserved_bytes)} for {keeper}."
@@ -112,12 +117,15 @@ def _answer(plan: "Plan") -> str:
     mesh = f" on {own.mesh} (stages x replicas)" if is_many else ""
     needed, usable = size(first.memory.needed_bytes), size(first.usable_bytes)
     what = f"{own}{mesh} needs {needed} of {usable}{' on each' if is_many else ''}"
+    highest = max(plan.job.network.sparsity.values(), default=0.0)
+    guess = " (assumed)" if plan.is_assumed else ""
+    pruned = f", at {percent(highest)} sparsity{guess}" if highest else ""
     if not first.fits:
-        return f"No: even {what}" + (f"; instead {plan.advice[0]}" if plan.advice else "")
+        return f"No{pruned}: even {what}" + (f"; instead {plan.advice[0]}" if plan.advice else "")
     seconds = first.time.total
     took = f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
     word = "Barely" if first.is_tight else "Yes"
-    return f"{word}: {what}, {took} a step ({count(plan.job.tokens / seconds)} tokens/s)"
+    return f"{word}{pruned}: {what}, {took} a step ({count(plan.job.tokens / seconds)} tokens/s)"
 
 
 def _better(plan: "Plan", best: Option) -> str:
