@@ -563,6 +563,16 @@ def test_optimizer_state_that_refers_to_the_wrong_things_is_refused(
     refused(tmp_path, model, opt, message)
 
 
+def test_a_scaler_that_counts_in_fractions_is_refused(tmp_path: Path) -> None:
+    model, scaler = model_of(1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    samo.save(tmp_path, model, scaler=scaler)
+    forge(tmp_path, "scaler", "growth_interval", value=0.5)
+    with pytest.raises(
+        CheckpointError, match=r"loss scaler .*'growth_interval': 0.5.* and this on"
+    ):
+        samo.load(tmp_path, model, scaler=scaler)
+
+
 def rows(text: str) -> bytes:
     return save_tensors({"x": torch.ones(2)}, {"rows": text})
 

@@ -586,6 +586,8 @@ def test_a_tensor_that_no_file_holds_is_refused(tmp_path: Path) -> None:
         model.register_buffer(name, tensor)
         with pytest.raises(CheckpointError, match=f"a checkpoint cannot hold '{name}': {message}"):
             samo.save(tmp_path / "new", model)
+    with pytest.raises(CheckpointError, match="a checkpoint cannot hold 'extra/odd': it has no v"):
+        samo.save(tmp_path / "new", net(), extra={"odd": torch.zeros(2, device="meta")})
     with pytest.raises(TypeError, match="model must be a Module or a Pipeline, got str"):
         samo.save(tmp_path / "new", "model")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
