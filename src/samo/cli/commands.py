@@ -145,7 +145,7 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Will it fit, with what, how fast: predict memory and time, and choose a layout."""
+    """Does it fit, with which settings, and how fast: predict memory and time, choose a layout."""
 
     target: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")] = ""
     """A Hugging Face folder or config.json, or a shape such as gpt3-13b. Without it, --num-layers,

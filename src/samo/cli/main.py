@@ -147,7 +147,7 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo finetune my-llama --data FILE   recover a pruned language model
   samo export runs/notes               a Hugging Face folder of it
   samo generate my-llama --chat        talk to a model, or let it continue
-  samo plan my-llama --gpu rtx4090     will it fit, with what, how fast
+  samo plan my-llama --gpu rtx4090     does it fit, with which settings, how fast
   samo COMMAND --help                  its settings
   samo --version"""
 

@@ -1,4 +1,4 @@
-"""Open the data of a run, whatever its kind: a text to read on and on, or examples."""
+"""Open the data of a run, whatever its kind: one continuous stream of text, or examples."""
 
 from collections.abc import Sequence
 from pathlib import Path
