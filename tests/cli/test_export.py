@@ -1,6 +1,7 @@
 """samo export: every kind of folder in, every format out."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -86,6 +87,27 @@ def test_a_run_of_train_becomes_a_gpt2(run: Path, here: Path) -> None:
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert main(["export", str(run / "checkpoints" / "best"), "--out", "best"]) == 0
+
+
+@pytest.mark.parametrize("format", ["dense", "compressed"])
+def test_transformers_has_no_doubts_about_the_tokens_of_a_gpt2(
+    run: Path, here: Path, format: Format, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert main(["export", str(run), "--format", format, "--out", "first"]) == 0
+    assert main(["export", "first", "--out", "again"]) == 0
+    caplog.clear()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model = AutoModelForCausalLM.from_pretrained("again")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
+    for name in ("bos_token_id", "eos_token_id"):
+        assert json.loads(Path("first/config.json").read_text())[name] is None
+        assert getattr(model.config, name) is getattr(model.generation_config, name) is None
 
 
 def test_a_dense_run_is_exported(run: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,8 +94,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def edit_config(folder: Path, **changes: Any) -> None:
     """Change settings of a folder's config.json; None removes one."""
     config = read_json(folder / CONFIG) | changes
-    config = {name: value for name, value in config.items() if changes.get(name, value) is not None}
-    write_json(folder / CONFIG, config)
+    gone = {name for name, value in changes.items() if value is None}  # others may be null: GPT-2's
+    write_json(folder / CONFIG, {name: config[name] for name in config.keys() - gone})
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
