@@ -100,6 +100,7 @@ def models(draw: st.DrawFn) -> nn.Sequential:
 # What is kept
 
 
+@pytest.mark.filterwarnings("ignore:.* would be kept")  # ties of zeros
 @settings(max_examples=60)
 @given(
     models(),
@@ -412,3 +413,36 @@ def test_weights_without_entries_are_left_out(scope: Any) -> None:
     assert list(prune(model, 0.5, scope=scope)) == ["2.weight"]
     assert list(prune(model, 0.5, scope=scope, rules={"*.weight": 0.25})) == ["2.weight"]
     assert list(Masks.ones(model)) == ["2.weight"]
+
+
+# Models that are pruned already
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sparsity": 0.5}, "'0.weight' and 1 others have only 820 nonzero weights, and 4,096 wo"),
+        ({"pattern": "2:4"}, "'0.weight' and 1 others have only 820 nonzero weights, and 4,096 w"),
+        ({"sparsity": 0.5, "scope": "global"}, "only 820 nonzero weights, and 4,096 would be kept"),
+        ({"sparsity": 0.5, "skip": ["1.*"]}, "'0.weight' has only 410 nonzero weights, and 2,048 "),
+    ],
+)
+def test_one_warning_tells_that_zeros_are_kept(how: dict[str, Any], message: str) -> None:
+    model = model_of(torch.randn(64, 64), torch.randn(64, 64))
+    prune(model, 0.9).apply_(model)
+    with pytest.warns(UserWarning, match=message) as found:
+        prune(model, **how)
+    (warning,) = found
+    assert "already, so zeros are kept at random; samo.Masks.from_zeros(model)" in str(
+        warning.message
+    )
+    assert "a sparsity above 0.900 prunes it further" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_a_pruned_model_is_pruned_again_without_a_word() -> None:
+    model = model_of(torch.randn(64, 64))
+    masks = prune(model, 0.9)
+    masks.apply_(model)
+    assert prune(model, 0.9) == masks
+    prune(model, 0.5, method="random")  # looks at no values

@@ -24,7 +24,7 @@ from samo.mask.masks import Masks
 from samo.mask.prunable import matrices
 from samo.models.gpt import GPT
 from samo.pruning.prune import prune
-from samo.pruning.zeros import check_nonzero, count_nonzero
+from samo.pruning.zeros import refuse_zeros
 from samo.train.launch_env import prune_command
 from samo.train.resolve import check_ranges, device_and_dtype, in_flags, resolve_sparsity
 from samo.utils.disk_tensors import disk_copy
@@ -140,10 +140,8 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
                 device = device_and_dtype(command.device)["device"]
                 batches = _batches(model, command)
                 how |= {"calibration": batches, "device": device, "progress": progress}
-            nonzero = count_nonzero(model) if command.method != "random" else {}
-            masks = prune(model, **how)
-            check_nonzero(masks, nonzero, otherwise="use --method zeros, --skip it")
-            return masks
+            with refuse_zeros(otherwise="use --method zeros, --skip it"):
+                return prune(model, **how)
     except (ConfigError, DataError):
         raise
     except ValueError as error:

@@ -14,7 +14,13 @@ from samo.mask.prunable import dense_parameters
 from samo.pruning.blocks import Batch, BlockModel
 from samo.pruning.calibrated import CalibratedMethod, outlier_ratios, prune_blocks
 from samo.pruning.scope import Group, Scope, check_choice, decide
-from samo.pruning.topk import count_not_finite, equal_values, keep_largest, keep_neighbours
+from samo.pruning.topk import (
+    count_finite_and_nonzero,
+    equal_values,
+    keep_largest,
+    keep_neighbours,
+)
+from samo.pruning.zeros import warn_of_zeros
 from samo.utils.validation import check_model, whole_number
 
 __all__ = ["prune"]
@@ -103,10 +109,12 @@ def prune(
     groups = decide(
         model, parameters, sparsity, scope, pattern, skip, rules, ratios if blocks else None
     )
+    nonzero: dict[str, int] = {}
     for group in groups:
         for name in group.names:
-            _check_values(name, parameters[name], is_read=method != "random")
+            nonzero[name] = _check_values(name, parameters[name], is_read=method != "random")
         _check_kept(group.names[0], group.kept, group)  # before SparseGPT changes anything
+    warn_of_zeros(groups, nonzero, parameters)
     masks: dict[str, Mask] = {}
     if method == "wanda" or method == "sparsegpt":
         assert blocks is not None
@@ -166,7 +174,8 @@ def _check_kept(name: str, kept: int, group: Group) -> None:
         )
 
 
-def _check_values(name: str, dense: Tensor, *, is_read: bool = True) -> None:
+def _check_values(name: str, dense: Tensor, *, is_read: bool = True) -> int:
+    """Refuse weights that cannot be ranked, and return how many are nonzero; all, if not read."""
     if dense.is_meta:
         raise ValueError(f"'{name}' is on device 'meta' and has no values to choose from")
     if not dense.is_floating_point():
@@ -174,9 +183,12 @@ def _check_values(name: str, dense: Tensor, *, is_read: bool = True) -> None:
             f"'{name}' is {dense.dtype}, but only floating-point weights can be pruned; leave it "
             f"out with skip=['{name}']"
         )
-    bad = count_not_finite(dense) if is_read else 0
-    if bad:
+    if not is_read:
+        return dense.numel()
+    num_finite, num_nonzero = count_finite_and_nonzero(dense)
+    if bad := dense.numel() - num_finite:
         raise ValueError(
             f"{bad:,} of the {dense.numel():,} weights of '{name}' are NaN or infinite; repair the "
             f"checkpoint, use method='random' or leave it out with skip=['{name}']"
         )
+    return num_nonzero

@@ -114,10 +114,14 @@ def equal_values(shape: Iterable[int], device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.bfloat16, device=device).expand(tuple(shape))
 
 
-def count_not_finite(values: Tensor) -> int:
-    """Count the entries that are NaN or infinite."""
-    chunks = bitmap.chunks(values.numel())
-    return sum(int((~flat_slice(values, *chunk).isfinite()).sum()) for chunk in chunks)
+def count_finite_and_nonzero(values: Tensor) -> tuple[int, int]:
+    """Count the entries that are finite, and those that are not 0."""
+    num_finite = num_nonzero = 0
+    for chunk in bitmap.chunks(values.numel()):
+        part = flat_slice(values, *chunk)
+        num_finite += int(part.isfinite().sum())
+        num_nonzero += int(part.count_nonzero())
+    return num_finite, num_nonzero
 
 
 def flat_slice(values: Tensor, start: int, stop: int) -> Tensor:

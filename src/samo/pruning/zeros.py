@@ -1,30 +1,58 @@
-"""Refuse to prune a model less than it is already: which zeros to keep would be arbitrary."""
+"""Models that are pruned already: to prune them less would keep zeros, and which is arbitrary."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-import torch
-from torch import nn
+from torch import Tensor
 
-from samo.mask.masks import Masks
-from samo.mask.prunable import dense_parameters, matrices
+from samo.pruning.scope import Group
 
 __all__ = []
 
 
-@torch.no_grad()
-def count_nonzero(model: nn.Module) -> dict[str, int]:
-    """Return the nonzero weights of each matrix; before pruning, which may change them."""
-    params = dense_parameters(model)
-    return {name: int(params[name].count_nonzero()) for name in matrices(model)}
+class KeptZerosWarning(UserWarning):
+    """More weights would be kept than are nonzero: ``found`` says where, ``sparsity`` what fits."""
+
+    def __init__(self, found: str, sparsity: float) -> None:
+        super().__init__(
+            f"{found}, so zeros are kept at random; samo.Masks.from_zeros(model) returns the masks "
+            f"of a pruned model, and a sparsity above {sparsity:.3f} prunes it further"
+        )
+        self.found = found
+        self.sparsity = sparsity
 
 
-def check_nonzero(masks: Masks, nonzero: Mapping[str, int], *, otherwise: str) -> None:
-    """Raise a ValueError if masks keep more weights of a matrix than were nonzero."""
-    for name, mask in masks.items():
-        found = nonzero.get(name, mask.kept)
-        if found < mask.kept:
+def warn_of_zeros(
+    groups: Sequence[Group], nonzero: Mapping[str, int], parameters: Mapping[str, Tensor]
+) -> None:
+    """Warn once, to the caller of `samo.prune`, if groups keep more weights than are nonzero."""
+    lacking = [
+        (group, found)
+        for group in groups
+        if 0 < (found := sum(nonzero[name] for name in group.names)) < group.kept
+    ]  # a tensor that is all 0 was not pruned: it has yet to be trained
+    if not lacking:
+        return
+    kept = sum(group.kept for group, _ in lacking)
+    found = sum(found for _, found in lacking)
+    names = [name for group, _ in lacking for name in group.names]
+    others = f" and {len(names) - 1:,} others have" if len(names) > 1 else " has"
+    numel = sum(parameters[name].numel() for name in names)
+    what = f"'{names[0]}'{others} only {found:,} nonzero weights, and {kept:,} would be kept"
+    warnings.warn(
+        KeptZerosWarning(f"{what}: the model is pruned already", 1 - found / numel), stacklevel=3
+    )
+
+
+@contextmanager
+def refuse_zeros(otherwise: str) -> Iterator[None]:
+    """Turn that warning into a ValueError with flags."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KeptZerosWarning)
+        try:
+            yield
+        except KeptZerosWarning as warning:
             raise ValueError(
-                f"'{name}' has only {found:,} nonzero weights, and {mask.kept:,} would be kept: "
-                f"the model is pruned already; {otherwise}, or raise "
-                f"--sparsity above {1 - found / mask.numel:.3f}"
-            )
+                f"{warning.found}; {otherwise}, or raise --sparsity above {warning.sparsity:.3f}"
+            ) from None

@@ -35,7 +35,7 @@ from samo.mask.prunable import dense_parameters, prunable
 from samo.models.generate import Sampling
 from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
-from samo.pruning.zeros import check_nonzero, count_nonzero
+from samo.pruning.zeros import refuse_zeros
 from samo.train.finetune_config import ResolvedFinetune
 from samo.train.launch_env import prune_command
 from samo.train.learner import Learner, compression
@@ -200,14 +200,12 @@ class CausalLMSubject(Subject):
                 seed=run.seed,
             )
             how |= {"calibration": found, "device": run.device}
-        nonzero = count_nonzero(model) if settings.method != "random" else {}
         try:
-            masks = prune(model, **how)
-            check_nonzero(masks, nonzero, otherwise="leave --sparsity out")
+            with refuse_zeros(otherwise="leave --sparsity out"):
+                return prune(model, **how)
         except ValueError as error:
             what = f"cannot prune '{self.config.model.model}'"
             raise ConfigError(f"{what}: {in_flags(error)}") from error
-        return masks
 
     def _open_teacher(self, model: Any) -> nn.Module | None:
         """Return the teacher on the device, in the compute dtype, without gradients."""
