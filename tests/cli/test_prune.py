@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 FAMILIES: dict[str, Any] = dict.fromkeys(["gpt2", "llama", "qwen2", "gemma", "mixtral"])
 FAMILIES["mistral"] = torch.bfloat16
 CALIBRATED = "--calibration notes.txt --samples 6 --context 32"
+WANDA, SPARSEGPT = (f"--sparsity 0.5 --method {m} {CALIBRATED}" for m in ("wanda", "sparsegpt"))
 
 
 def save_model(folder: Path, family: str = "llama", **changes: Any) -> nn.Module:
@@ -186,83 +187,32 @@ def sparse(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "flags", "code", "message"),
     [
-        (save_model, "--method wanda", 2, "--method wanda needs text to calibrate on: --calib"),
-        (
-            save_model,
-            "--sparsity 0.9999",
-            2,
-            ".weight'; prune it less with --rules model.layers.0.",
-        ),
-        (
-            save_model,
-            "",
-            2,
-            "wanda or sparsegpt: samo prune model --sparsity 0.5 --method wanda --c",
-        ),
+        (save_model, "", 2, "sparsegpt: samo prune model --sparsity 0.5 --method wanda --cal"),
         (save_model, "--rules *.q_proj.weight 0.5", 2, "50-70 % is sensible for language models"),
+        (save_model, "--method wanda", 2, "--method wanda needs text to calibrate on: --calib"),
         (save_model, "--scope owl", 2, "--scope owl needs text to calibrate on"),
         (save_model, "--calibration notes.txt", 2, "--calibration has no effect with --method mag"),
-        (
-            save_model,
-            f"--method sparsegpt {CALIBRATED} --out m.safetensors",
-            2,
-            "changes the weights that it keeps, so the masks in 'm.safetensors' would not be",
-        ),
-        (
-            save_model,
-            f"--sparsity 0.5 --method wanda {CALIBRATED} --scope global",
-            2,
-            "compares weights within",
-        ),
+        (save_model, "--sparsity 0.9999", 2, ".weight'; prune it less with --rules model.lay"),
         (save_model, "--out notes.txt", 2, "'notes.txt' exists; choose another name with --out"),
-        (
-            save_model,
-            "--sparsity 0.5 --method wanda --calibration notes.txt --context 65",
-            2,
-            "--context 65 is more than the model's 64 tokens",
-        ),
-        (
-            save_model,
-            "--sparsity 0.5 --method wanda --calibration notes.txt",
-            1,
-            "tokens, and 128 samples of 64 need 8,192; use more text, or --samples ",
-        ),
-        (
-            save_model,
-            "--sparsity 0.5 --method wanda --calibration note.txt",
-            1,
-            "'note.txt' does not exist (did you mean 'notes.txt'?)",
-        ),
-        (
-            no_tokenizer,
-            f"--sparsity 0.5 --method wanda {CALIBRATED}",
-            1,
-            "has no tokenizer: none of tokenizer.json, tokenizer_config.json, ... is there; "
-            "--calibration needs the model's tokenizer",
-        ),
-        (
-            foreign_tokenizer,
-            f"--sparsity 0.5 --method wanda {CALIBRATED}",
-            1,
-            "the tokenizer of 'model' cannot encode the text: Unk token `<unk>` not found",
-        ),
-        (
-            infinite,
-            f"--sparsity 0.5 --method sparsegpt {CALIBRATED}",
-            2,
-            "inputs of 'model.layers.0.mlp.down_proj.weight' are NaN or infinite",
-        ),
-        (no_config, "--sparsity 0.5", 1, "cannot be read as a Hugging Face model"),
         (save_model, "--method zeros", 2, "less than 5.0%; leave out --method zeros to prune it"),
+        (save_model, "--pattern 2:4 --sparsity 0.9", 2, "'2:4' prunes 0.5 of the weights, which"),
         (
             save_model,
-            "--pattern 2:4 --sparsity 0.9",
+            f"{SPARSEGPT} --out m.safetensors",
             2,
-            "'2:4' prunes 0.5 of the weights, which contradicts",
+            "so the masks in 'm.safetensors' would",
         ),
+        (save_model, f"{WANDA} --scope global", 2, "compares weights within"),
+        (save_model, f"{WANDA} --context 65", 2, "--context 65 is more than the model's 64 tokens"),
+        (save_model, f"{WANDA} --samples 128", 1, "tokens, and 128 samples of 32 need 4,096; use"),
+        (save_model, f"{WANDA} --calibration note.txt", 1, "does not exist (did you mean 'notes."),
+        (no_config, "--sparsity 0.5", 1, "cannot be read as a Hugging Face model"),
+        (no_tokenizer, WANDA, 1, "is there; --calibration needs the model's tokenizer"),
+        (foreign_tokenizer, WANDA, 1, "cannot encode the text: Unk token `<unk>` not found"),
+        (infinite, SPARSEGPT, 2, "layers.0.mlp.down_proj.weight' are NaN or infinite"),
         (sparse, "--sparsity 0.5", 2, "nonzero weights, and"),
-        (sparse, f"--sparsity 0.5 --method wanda {CALIBRATED}", 2, "raise --sparsity above 0.8"),
-        (sparse, f"--sparsity 0.5 --method sparsegpt {CALIBRATED}", 2, "use --method zeros"),
+        (sparse, WANDA, 2, "raise --sparsity above 0.8"),
+        (sparse, SPARSEGPT, 2, "use --method zeros"),
     ],
 )
 def test_what_cannot_be_pruned_is_refused_and_nothing_is_written(
