@@ -1,16 +1,19 @@
-"""Whole runs on a GPU: each type learns, and goes on after a stop."""
+"""Whole runs on a GPU: each kind learns, and goes on after a stop."""
 
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from samo.integrations.model_folders import open_compressed
 from samo.train.config import OptimConfig
 from samo.train.trainer import resume, train
-from tests.train.helpers import Watcher, lines, small, text
+from tests.train.helpers import Watcher, interrupt_at, lines, small, text
+from tests.train.test_finetune import STEPS, place, settings
 
-__all__ = ["text"]
+__all__ = ["place", "text"]
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +35,24 @@ def test_a_run_learns_on_a_gpu_and_goes_on_after_a_stop(
     # Sums on a GPU have no fixed order, so equal to what that order moves in 60 steps.
     assert again == pytest.approx(last, abs=0.05)
     assert lines(tmp_path / "whole", "step")[-1]["memory_bytes"] < 1e9
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("pruned", {"weights": "resident", "state": "exact"}),
+        ("pruned", {"weights": "streamed", "state": "lean", "checkpointing": True}),
+        ("dense", {"weights": "resident", "sparsity": 0.5}),  # pruned on the way, by Wanda
+    ],
+    ids=str,
+)
+def test_a_language_model_is_finetuned_on_a_gpu_and_goes_on_after_a_stop(
+    tmp_path: Path, place: Path, model: str, changes: dict[str, Any]
+) -> None:
+    changes = {"device": "cuda", "dtype": "bfloat16", "teacher": place / "dense", **changes}
+    run = tmp_path / "run"
+    config = settings(place, model, **changes)
+    assert train(config, run, listeners=[interrupt_at(3)]).signal is not None
+    assert resume(run).step == STEPS
+    assert len(lines(run, "eval")) == 3  # before training, after 2 steps and 4
+    open_compressed(run / "model")  # raises unless it is whole
