@@ -28,7 +28,7 @@ class NcclTransport01(Transport):
     ) -> None:
         super().__init__(place, range(num_ranks), {})
         self.links.update(links)
-        self.comms, self.device = comms, device
+        self.comms, self.gpu = comms, device
         self.outboxes: dict[int, deque[tuple[Packet, Event]]] = {s: deque() for s in links}
         self.pending = dict.fromkeys(links, 0)
         self.received: deque[tuple[int, Packet, list[Event]]] = deque()
@@ -39,8 +39,8 @@ class NcclTransport01(Transport):
     def send(self, stage: int, packet: Packet) -> None:
         """Leave a packet to the sending thread."""
         self.pending[stage] += 1
-        self.outboxes[stage].append((packet, self.device.current_stream().record_event()))
-        self.device.wake()
+        self.outboxes[stage].append((packet, self.gpu.current_stream().record_event()))
+        self.gpu.wake()
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take what the receiving threads have."""
@@ -50,7 +50,7 @@ class NcclTransport01(Transport):
         while self.received:
             place, packet, events = self.received.popleft()
             for ready in events:
-                self.device.current_stream().wait_event(ready)
+                self.gpu.current_stream().wait_event(ready)
             self.inbox.append((place, packet))
 
     def flush(self, timeout_s: float, stages: Any) -> int | None:
@@ -66,19 +66,19 @@ class NcclTransport01(Transport):
             packet, ready = self.outboxes[stage].popleft()
             self.links[stage].send(packet)  # the header, before anything is queued
             tensors = [self._contiguous(tensor) for tensor in packet.tensors if tensor.numel()]
-            stream = self.device.Stream()
-            with self.device.stream(stream):
+            stream = self.gpu.Stream()
+            with self.gpu.stream(stream):
                 stream.wait_event(ready)
                 for tensor in tensors:
                     self.comms[stage][0].send([tensor], 1, 0).wait()
             self.pending[stage] -= 1
-            self.device.wake()
+            self.gpu.wake()
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
             return tensor
         copy = tensor.contiguous()
-        self.device.kernel([tensor], [copy], 0.2)  # on this thread's current stream
+        self.gpu.kernel([tensor], [copy], 0.2)  # on this thread's current stream
         return copy
 
     def _receive_all(self, stage: int) -> None:
@@ -89,11 +89,11 @@ class NcclTransport01(Transport):
             packet, layout = wire.arrived.popleft()
             tensors, events = self._tensors(stage, layout)
             self.received.append((stage, packet._replace(tensors=tuple(tensors)), events))
-            self.device.wake()
+            self.gpu.wake()
 
     def _tensors(self, stage: int, layout: Layout) -> tuple[list[Tensor], list[Event]]:
-        stream, received, events = self.device.Stream(), [], []
-        with self.device.stream(stream):
+        stream, received, events = self.gpu.Stream(), [], []
+        with self.gpu.stream(stream):
             for dtype, shape, *_ in layout.specs:
                 tensor = torch.empty(shape, dtype=dtype)
                 if tensor.numel():

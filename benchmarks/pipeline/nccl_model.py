@@ -376,7 +376,8 @@ class NcclOnTheModel(nccl.NcclTransport):
             is_new = False
             for place, link in links.items():
                 while link.back.arrived:
-                    self._take(place, *link.back.arrived.popleft(), body=None)
+                    packet, layout = link.back.arrived.popleft()
+                    self._take(place, packet, layout, None)
                     is_new = True
             under_way = [t for c in self._channels.values() for t in (c.sending, c.receiving) if t]
             is_done = any([transfer.work.is_completed() for transfer in under_way])
