@@ -132,6 +132,7 @@ def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
     results["timeline"] = timeline(mesh)
     results["one"] = one_micro_batch(mesh)
     results["refusal"] = refusals(mesh, rank)
+    results["narrow"] = narrow(mesh)
     results["dropout"] = [dropout(mesh, *how) for how in ((1, 0.0), (1, 0.01), (2, 0.0))]
     results["masks"] = different_masks(mesh, rank)
     return results
@@ -181,6 +182,19 @@ def different_masks(mesh: Any, rank: int) -> list[str]:
     return said
 
 
+def narrow(mesh: Any) -> tuple[list[Tensor], list[int]]:
+    """Return losses and bytes sent with and without 16 bits on the wire."""
+    losses, sizes = [], []
+    for dtype in (None, torch.bfloat16):
+        with samo.Pipeline(
+            tiny_gpt(), next_token_loss, mesh, 4, wire_dtype=dtype, timeout_s=20
+        ) as pipeline:
+            x, y = tokens(8, 3)
+            losses.append(pipeline.step(x, target=y))
+            sizes.append(pipeline.sent_bytes)
+    return losses, sizes
+
+
 def one_micro_batch(mesh: Any) -> tuple[Tensor, Tensor]:
     """One micro-batch, targets on the last stage alone, inputs on the first, a sum for a loss."""
     torch.manual_seed(3)
@@ -220,6 +234,10 @@ def test_three_ranks_equal_one_process_and_refuse_the_same() -> None:
         check_possible(results["timeline"], 3)
         assert all(results["timeline"].peak_in_flight(stage) <= 2 for stage in range(6))
         assert torch.equal(*results["one"])
+        torch.testing.assert_close(*results["narrow"][0], rtol=0.02, atol=0.02)
+        assert not torch.equal(*results["narrow"][0])
+        whole, half = results["narrow"][1]
+        assert (whole - 4) == 2 * (half - 4) or whole == 2 * half  # but for a loss
         assert "x has [3] rows for 4 micro-batches" in results["refusal"]
     assert "rank 0 (stage 0" in everyone[1]["refusal"]
 

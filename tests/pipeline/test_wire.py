@@ -41,7 +41,7 @@ def sent(packet: Packet) -> tuple[Packet, Layout]:
 def test_a_packet_arrives_as_it_was(shapes: list[Any], seed: int | None, is_training: bool) -> None:
     tensors = tuple(torch.rand(shape).to(dtype) for dtype, shape in shapes)
     flags = tuple(tensor.is_floating_point() for tensor in tensors)
-    packet = Packet("activation", 3, 2, 1, tensors, flags, "", is_training, seed)
+    packet = Packet("activation", 3, 2, 1, tensors, flags, flags, "", is_training, seed)
     found, _ = sent(packet)
     assert found._replace(tensors=()) == packet._replace(tensors=())
     assert all(map(torch.equal, found.tensors, tensors))
@@ -83,10 +83,10 @@ def test_an_invalid_header_is_refused(header: bytes) -> None:
         b"\xff\xfe",
         b"{}1",
         b"3",
-        json.dumps([["nn", [2], False]]).encode(),
-        json.dumps([["float32", [-2], False]]).encode(),
-        json.dumps([["float32", ["a"], False]]).encode(),
-        json.dumps([["float32", [2], 1]]).encode(),
+        json.dumps([["nn", [2], False, False]]).encode(),
+        json.dumps([["float32", [-2], False, False]]).encode(),
+        json.dumps([["float32", ["a"], False, False]]).encode(),
+        json.dumps([["float32", [2], 1, False]]).encode(),
         json.dumps([["float32"]]).encode(),
     ],
 )

@@ -81,6 +81,8 @@ class Pipeline:
         seed: Seed of layers that have no values yet.
         loss_reduction: Whether ``loss_fn`` returns a mean or a sum over its targets. For a mean,
             each micro-batch is weighted by its number of targets other than -100.
+        wire_dtype: Send float32 activations and their gradients as this type, such as
+            ``torch.bfloat16``: half the bytes, rounded; by default as they are.
         timeout_s: Seconds of silence after which another rank is given up. Must be longer than
             anything a rank does between two batches.
     """
@@ -99,6 +101,7 @@ class Pipeline:
         weights: Source | None = None,
         seed: int = 0,
         loss_reduction: Reduction = "mean",
+        wire_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         for name, value in (("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
@@ -154,6 +157,7 @@ class Pipeline:
             [partial(self.module, piece=piece) for piece in range(per_rank)],
             self._peers,
             self.in_flight[own],
+            wire_dtype,
         )
         # With NCCL, streams wait for collectives, and not the host.
         self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._peers.wait

@@ -60,7 +60,11 @@ class Runner:
     """Computes batches on one rank: the layers and limits are those of each of its stages."""
 
     def __init__(
-        self, layers: Sequence[Callable[..., Any]], peers: Peers, in_flight: Sequence[int]
+        self,
+        layers: Sequence[Callable[..., Any]],
+        peers: Peers,
+        in_flight: Sequence[int],
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.steps = 0
@@ -72,6 +76,7 @@ class Runner:
         numbers = range(peers.transport.place, self._num_stages, self._num_places)
         self._layers: Final = dict(zip(numbers, layers))
         self._limits: Final = dict(zip(numbers, in_flight))
+        self._wire_dtype: Final = wire_dtype
         self._early: list[tuple[int, Packet]] = []  # data of the next batch
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
@@ -158,17 +163,26 @@ class Runner:
         if kind == "activation":
             needs_grad = tuple(tensor.requires_grad for tensor in tensors)
             seed = run.held[target - 1, micro_batch].seed
+        values = tuple(tensor.detach() for tensor in tensors)
+        is_narrow: tuple[bool, ...] = ()
+        if self._wire_dtype is not None:
+            is_narrow = tuple(tensor.dtype == torch.float32 for tensor in values)
+            values = tuple(
+                tensor.to(self._wire_dtype) if flag else tensor
+                for tensor, flag in zip(values, is_narrow)
+            )
         if run.is_end(kind, micro_batch):
             assert run.loss is not None
-            tensors = (*tensors, run.loss)
-        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+            values, is_narrow = (*values, run.loss), is_narrow and (*is_narrow, False)
+        self.sent_bytes += sum(tensor.nbytes for tensor in values)
         packet = Packet(
             kind,
             self.steps,
             micro_batch,
             target,
-            tuple(tensor.detach() for tensor in tensors),
+            values,
             needs_grad,
+            is_narrow,
             is_training=run.batch.is_training,
             seed=seed,
         )
@@ -194,6 +208,11 @@ class Runner:
         except ValueError as error:
             fail(place, str(error))
         tensors = packet.tensors
+        if any(packet.is_narrow):
+            tensors = tuple(
+                tensor.float() if flag else tensor
+                for tensor, flag in zip(tensors, packet.is_narrow)
+            )
         if kind == "activation":
             for tensor, flag in zip(tensors, packet.needs_grad, strict=True):
                 tensor.requires_grad_(flag)

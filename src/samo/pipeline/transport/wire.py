@@ -38,6 +38,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool = False
+    is_narrow: bool = False
 
 
 class Layout(NamedTuple):
@@ -57,6 +58,7 @@ class Packet(NamedTuple):
     stage: int = -1  # the one that receives the data or, for "abort", that failed
     tensors: tuple[Tensor, ...] = ()
     needs_grad: tuple[bool, ...] = ()  # for each activation, whether to send its gradient back
+    is_narrow: tuple[bool, ...] = ()  # for each tensor, whether it was float32 before it was sent
     reason: str = ""  # for "abort", how the stage failed
     is_training: bool = True  # whether the batch has a backward pass
     seed: int | None = None  # of what layers draw for this micro-batch
@@ -66,9 +68,10 @@ def encode(packet: Packet) -> bytes:
     """Return the header of a packet, and its text."""
     text = b""
     if packet.tensors:
-        needs_grad = packet.needs_grad or (False,) * len(packet.tensors)
-        rows = zip(packet.tensors, needs_grad, strict=True)
-        text = _written(tuple((tensor.dtype, tensor.shape, flag) for tensor, flag in rows))
+        nothing = (False,) * len(packet.tensors)
+        needs, narrow = packet.needs_grad or nothing, packet.is_narrow or nothing
+        rows = zip(packet.tensors, needs, narrow, strict=True)
+        text = _written(tuple((t.dtype, t.shape, need, is_narrow) for t, need, is_narrow in rows))
     elif packet.reason:
         text = packet.reason[:_MAX_REASON].encode()
     header = _HEADER.pack(
@@ -109,6 +112,7 @@ def decode(header: bytes | bytearray, text: bytes | bytearray) -> tuple[Packet, 
         micro_batch,
         stage,
         needs_grad=tuple(spec.needs_grad for spec in layout.specs),
+        is_narrow=tuple(spec.is_narrow for spec in layout.specs),
         reason=reason,
         is_training=bool(flags & _IS_TRAINING),
         seed=seed if flags & _HAS_SEED else None,
@@ -125,9 +129,9 @@ def _written(specs: tuple[tuple[Any, ...], ...]) -> bytes:
 @lru_cache(1024)
 def _read(text: bytes) -> Layout:
     rows = json.loads(text)
-    specs = [TensorSpec(getattr(torch, d), tuple(shape), flag) for d, shape, flag in rows]
-    for dtype, shape, flag in specs:
-        if not isinstance(dtype, torch.dtype) or not isinstance(flag, bool):
+    specs = [TensorSpec(getattr(torch, d), tuple(shape), *flags) for d, shape, *flags in rows]
+    for dtype, shape, *flags in specs:
+        if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
             raise TypeError
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError
