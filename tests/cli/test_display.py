@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from samo.cli.console import group_table, layer_of
+from samo.cli.console import group_table, kind_of, layer_of
 from samo.cli.display import Display
 from samo.mask.mask import Mask
 from samo.train import events
@@ -64,8 +64,11 @@ def test_a_terminal_shows_a_live_bar_and_names_the_compilation() -> None:
         assert part in drawn
 
 
-def test_layers_are_in_their_order() -> None:
-    mask = Mask.from_bool(torch.tensor([[True, False]]))
-    named = [(f"layers.{number}.weight", mask) for number in (1, 10, 2)]
+def test_layers_are_in_their_order_and_equal_ones_share_a_row() -> None:
+    masks = [Mask.from_bool(torch.tensor([[True, is_kept]])) for is_kept in (False, True)]
+    named = [(f"layers.{i}.up.weight", masks[i == 3]) for i in (1, 10, 2, 3)]
+    named.append(("head.weight", masks[0]))
     rows = group_table("layer", named, layer_of).columns[0].cells
-    assert [str(cell) for cell in rows] == ["layers.1", "layers.2", "layers.10"]
+    assert [str(cell) for cell in rows] == ["head", "layers.1-2, each", "layers.3", "layers.10"]
+    rows = group_table("weight", named, kind_of).columns[0].cells
+    assert [str(cell) for cell in rows] == ["head", "layers.*.up"]

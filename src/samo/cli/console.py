@@ -82,31 +82,48 @@ class Pruned(Protocol):
 
 
 def kind_of(name: str) -> str:
-    """Return the name of a weight without the number of its layer."""
-    return _NUMBER.sub(".*", name)
+    """Return the name of a weight without the number of its layer, and without ``.weight``."""
+    return _NUMBER.sub(".*", name).removesuffix(".weight")
 
 
 def layer_of(name: str) -> str:
     """Return the layer of a weight, such as ``model.layers.3``."""
     number = _NUMBER.search(name)
-    return name[: number.end()] if number else name
+    return name[: number.end()] if number else name.removesuffix(".weight")
 
 
 def group_table(
     title: str, tensors: Iterable[tuple[str, Pruned]], key: Callable[[str], str]
 ) -> Table:
-    """Return a table of pruned tensors with a row for each group, layers in their order."""
+    """Return a table of pruned tensors with a row for each group, layers in their order.
+
+    Layers that are alike share a row.
+    """
     groups: dict[str, list[Pruned]] = {}
     for name, tensor in tensors:
         groups.setdefault(key(name), []).append(tensor)
-    table = columns(title, "tensors", "kept", "of", "sparsity")
+    rows: list[tuple[list[str], tuple[str, ...]]] = []  # names that have the same cells
     for name in sorted(groups, key=_natural):
         group = groups[name]
         ends = [percent(end(t.sparsity for t in group)) for end in (min, max)]
         whole = percent(1 - _kept(group) / sum(t.numel for t in group))
         spread = whole if ends[0] == ends[1] else f"{whole} ({ends[0]} to {ends[1]})"
-        table.add_row(Text(plain(name)), *_counts(group), spread)
+        cells = *_counts(group), spread
+        if rows and rows[-1][1] == cells and _stem(rows[-1][0][0]) == _stem(name) != name:
+            rows[-1][0].append(name)
+        else:
+            rows.append(([name], cells))
+    table = columns(title, "tensors", "kept", "of", "sparsity")
+    for names, shared in rows:
+        last = names[-1].removeprefix(_stem(names[0]))
+        label = f"{names[0]}-{last}, each" if len(names) > 1 else names[0]
+        table.add_row(Text(plain(label)), *shared)
     return table
+
+
+def _stem(name: str) -> str:
+    """Return a name without the number at its end."""
+    return name.rstrip("0123456789")
 
 
 def mask_table(masks: Masks) -> Table:
