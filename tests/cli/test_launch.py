@@ -132,6 +132,19 @@ def test_all_ranks_restart_from_the_last_checkpoint_when_one_is_killed(
     assert [e["step"] for e in found if e["event"] == "step"] == list(range(1, 41))
 
 
+@pytest.mark.slow
+def test_a_mistake_of_the_command_is_told_once_and_no_rank_is_blamed(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("It rains.")
+    for name, why in (("none.txt", "does not exist"), ("short.txt", "--context")):
+        command = f"samo launch -n 2 --max-restarts 1 train {name} --steps 4 {FLAGS}"
+        with started(*command.split(), cwd=tmp_path) as process:
+            said = process.communicate(timeout=120)[0]
+        assert process.returncode == 2, said
+        (line,) = said.splitlines()
+        assert line.startswith("samo: ")
+        assert why in line
+
+
 class Touch:
     """Creates a file when it is unpickled."""
 

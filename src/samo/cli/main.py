@@ -20,7 +20,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from samo import __version__
 from samo.cli.commands import COMMANDS, USUAL, USUAL_FINETUNE, Command, Finetune, Launch, Train
-from samo.errors import ConfigError, PeerError, SamoError, nearest
+from samo.errors import ConfigError, DataError, PeerError, SamoError, nearest
 from samo.train.config_io import read_toml
 from samo.train.launch_env import end_with_launcher
 from samo.utils.formatting import plain
@@ -59,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         if rank == "0":  # all ranks have the same one
-            _complain(f"{prefix}{error}")
+            _complain(f"samo: {error}")
         return 2
+    except DataError as error:
+        is_shared = num_ranks > 1 and rank == "0"  # the others have it as a ConfigError
+        _complain(f"{'samo: ' if is_shared else prefix}{error}")
+        return 2 if is_shared else 1
     except SamoError as error:
         _complain(f"{prefix}{error}")
         if isinstance(error, PeerError) and num_ranks > 1:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from samo import errors
 from samo.distributed.store import next_key, own_connection, ranks_store
-from samo.errors import CheckpointError, PeerError, first_words
+from samo.errors import CheckpointError, ConfigError, DataError, PeerError, first_words
 
 __all__ = []
 
@@ -190,6 +190,8 @@ class Ranks:
     def _remote_error(self, rank: int, kind: str, message: str, lost: list[int]) -> Exception:
         if kind == PeerError.__name__:
             return PeerError(message, tuple(lost))
+        if rank == 0 and kind in (ConfigError.__name__, DataError.__name__):
+            return ConfigError(message)  # a mistake of the command, which all ranks were given
         kind = "" if kind.endswith("Error") and kind in vars(errors) else f"{kind}: "
         text = f"rank {rank} failed: {kind}{message}"
         if self._error is PeerError:
