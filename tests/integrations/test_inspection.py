@@ -14,7 +14,7 @@ import samo
 from samo.cli.main import main
 from samo.integrations.export import export
 from samo.integrations.inspection import inspect_folder
-from tests.integrations.cases import causal_lm, pruned
+from tests.integrations.cases import IDS, causal_lm, pruned
 
 SPARSITY = 0.8
 
@@ -54,6 +54,21 @@ def test_other_families_are_counted(tmp_path: Path, family: str) -> None:
     assert sum(t.numel for t in found.tensors) == sum(p.numel() for p in model.parameters())
     assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1
     assert sum(t.numel for t in found.pruned) == masks.numel
+
+
+def test_the_bytes_to_run_and_to_train_are_those_of_the_tensors(tmp_path: Path) -> None:
+    model, masks = write(tmp_path)
+    found = inspect_folder(tmp_path)
+    assert found.run_bytes()["dense"] == sum(4 * param.numel() for param in model.parameters())
+    assert found.train_bytes()["dense"] == sum(20 * param.numel() for param in model.parameters())
+    dtype, twin = torch.bfloat16, pruned("Llama", SPARSITY)[0]
+    samo.compress_(twin.requires_grad_(False), masks, weights="streamed")
+    assert found.run_bytes()["streamed"] == samo.ledger(twin).measured_bytes
+    samo.compress_(model, masks, weights="streamed", dtype=dtype, grad_dtype=dtype)
+    opt = samo.AdamW(model.parameters())
+    model(IDS, labels=IDS).loss.backward()
+    opt.step()
+    assert found.train_bytes()["streamed, exact"] == samo.ledger(model, opt).measured_bytes
 
 
 def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:

@@ -185,6 +185,9 @@ def _model(path: Path, found: FolderFacts) -> Page:
         "pruned": (pruned, prunable - kept),
         "on the disk": (size(found.num_bytes), found.num_bytes),
     }
+    for name, needs in (("to run", found.run_bytes()), ("to train", found.train_bytes())):
+        parts = "; ".join(f"{how} {size(value)}" for how, value in needs.items())
+        shown[name] = f"{parts}; and activations", needs
     records = {
         **{name: getattr(found, name) for name in ("model_type", "dtype", "masks")},
         "prunable": prunable,

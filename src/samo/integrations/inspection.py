@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -12,6 +12,7 @@ from samo.errors import CheckpointError
 from samo.integrations import folder_files, hugging_face, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, MASKS, METHOD, Spec
 from samo.mask.masks import MIN_SPARSITY, Masks
+from samo.memory.predict import Scheme, TensorSpec, predict
 from samo.utils.safetensors_io import DTYPES
 
 __all__ = ["FolderFacts", "TensorFacts", "inspect_folder"]
@@ -60,6 +61,36 @@ class FolderFacts(NamedTuple):
     def pruned(self) -> tuple[TensorFacts, ...]:
         """The tensors with masks."""
         return tuple(tensor for tensor in self.tensors if tensor.kept is not None)
+
+    def run_bytes(self) -> dict[str, int]:
+        """Return the bytes of the weights to run the model: dense, and streamed if it is pruned."""
+        found = {"dense": sum(getattr(torch, self.dtype).itemsize * t.numel for t in self.tensors)}
+        if self.pruned:
+            found["streamed"] = self._bytes(self.dtype, is_trained=False)
+        return found
+
+    def train_bytes(self) -> dict[str, int]:
+        """Return the bytes of model state to train in bfloat16: dense, and streamed with samo."""
+        found = {"dense": self._bytes("bfloat16", "dense")}
+        if self.pruned:
+            found["streamed, exact"] = self._bytes("bfloat16")
+            found["streamed, lean"] = self._bytes("bfloat16", value_dtype="bfloat16", is_lean=True)
+        return found
+
+    def _bytes(self, dtype: str, scheme: Scheme = "samo", **others: Any) -> int:
+        """Return what `samo.ledger` would count. Gradients of matrices have 16 bits."""
+        specs = [
+            TensorSpec(
+                numel=tensor.numel,
+                kept=tensor.kept,
+                dtype=dtype,
+                grad_dtype=dtype if len(tensor.shape) > 1 else "",
+                is_resident=tensor.kept is None,
+                **others,
+            )
+            for tensor in self.tensors
+        ]
+        return sum(sum(predict(spec, scheme).values()) for spec in specs)
 
 
 def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
