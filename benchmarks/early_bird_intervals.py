@@ -15,7 +15,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from samo.data.library import write_library_text
+from samo.data.standard_library import write_library_text
 from samo.train.config import DataConfig, OptimConfig, PruneConfig, RunConfig, TrainConfig
 from samo.train.resolve import first_observation
 from samo.train.trainer import train

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from samo.data.library import write_library_text
+from samo.data.standard_library import write_library_text
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig

@@ -33,7 +33,7 @@ from samo.core.modules import named_weights
 from samo.integrations.causal_lm import freeze_embeddings_
 from samo.integrations.model_folders import open_compressed
 from samo.mask.prunable import dense_parameters, prunable
-from samo.planner.public import PUBLIC
+from samo.planner.public_models import PUBLIC
 
 __all__ = []
 

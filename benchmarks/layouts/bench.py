@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.measure import Row, arguments, show, write_rows
-from samo.data.library import write_library_text
+from samo.data.standard_library import write_library_text
 from samo.utils.environment import hardware
 
 __all__ = ["main"]

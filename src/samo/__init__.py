@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline as Pipeline
     from samo.planner.answer import plan as plan
     from samo.pruning.early_bird import EarlyBird as EarlyBird
-    from samo.pruning.prune import prune as prune
-    from samo.pruning.schedules import (
+    from samo.pruning.mask_schedules import (
         DynamicSparse as DynamicSparse,
         GradualPruning as GradualPruning,
     )
+    from samo.pruning.prune import prune as prune
 
 __version__: Final = "0.2.0"
 
@@ -78,7 +78,7 @@ _NAMES: Final = {
     "samo.planner.answer": "plan",
     "samo.pruning.early_bird": "EarlyBird",
     "samo.pruning.prune": "prune",
-    "samo.pruning.schedules": "DynamicSparse GradualPruning",
+    "samo.pruning.mask_schedules": "DynamicSparse GradualPruning",
     "samo.errors": "CheckpointError CompressionError ConfigError DataError MaskError "
     "PeerError RunError SamoError",
 }

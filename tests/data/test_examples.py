@@ -20,7 +20,7 @@ from samo.data.packing import pack
 from samo.data.sources import open_data
 from samo.data.tokens import Tokens
 from samo.errors import DataError
-from samo.integrations.tokenizers import ModelTokenizer
+from samo.integrations.model_tokenizer import ModelTokenizer
 from tests.data.model_tokenizer import BOS, END_OF_TURN, VOCAB_SIZE, save_model_tokenizer
 from tests.data.test_batches import counted
 from tests.pruning.language_models import language_model

@@ -13,7 +13,7 @@ from samo.data import rows
 from samo.data.examples import open_examples
 from samo.data.rows import Chat, Completion, Example, Text, is_example_file, read_examples
 from samo.errors import DataError
-from samo.integrations.tokenizers import ModelTokenizer
+from samo.integrations.model_tokenizer import ModelTokenizer
 from tests.data.model_tokenizer import save_model_tokenizer
 
 MESSAGES: list[dict[str, Any]] = [

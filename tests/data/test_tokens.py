@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from samo.data import files
 from samo.data.files import map_token_file
-from samo.data.library import write_library_text
+from samo.data.standard_library import write_library_text
 from samo.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from samo.data.tokens import Tokens, open_tokens
 from samo.errors import DataError

@@ -186,7 +186,7 @@ def test_loading_streamed_never_holds_the_dense_model(
 ) -> None:
     from transformers import AutoConfig
 
-    from samo.integrations.quantizer import SamoConfig
+    from samo.integrations.hf_quantizer import SamoConfig
 
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the meter sees one thread
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 64}

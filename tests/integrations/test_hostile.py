@@ -189,7 +189,7 @@ def test_a_quantization_config_names_its_method(settings: Any, compressed: Path)
 
 
 def test_a_config_of_samo_is_for_compressed_folders(tmp_path: Path) -> None:
-    from samo.integrations.quantizer import SamoConfig
+    from samo.integrations.hf_quantizer import SamoConfig
 
     model, masks = pruned("Llama")
     folder = samo.export(model, tmp_path / "llama", masks=masks)

@@ -65,7 +65,7 @@ def test_asking_where_transformers_is_does_not_end_the_wait(tmp_path: Path) -> N
 def test_samo_registers_at_once_if_transformers_is_there(tmp_path: Path) -> None:
     code = (
         "import sys, transformers.modeling_utils\n"
-        "sys.modules['samo.integrations.quantizer'] = None\n"  # as in a transformers without these
+        "sys.modules['samo.integrations.hf_quantizer'] = None\n"  # as in other transformers
         + WATCH
         + "import_hook.install()\n"
     )
@@ -75,7 +75,7 @@ def test_samo_registers_at_once_if_transformers_is_there(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_quantizer_can_be_imported_before_transformers() -> None:
     code = (
-        "import samo.integrations.quantizer\n"
+        "import samo.integrations.hf_quantizer\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
         "print(AUTO_QUANTIZER_MAPPING['samo'].__name__)\n"
     )

@@ -13,7 +13,7 @@ from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.planner.configs import FAMILIES, from_config, read_config
 from samo.planner.network import PRUNED, gpt
-from samo.planner.public import PUBLIC
+from samo.planner.public_models import PUBLIC
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 4,

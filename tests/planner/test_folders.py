@@ -10,7 +10,7 @@ import transformers
 
 import samo
 from samo.errors import ConfigError
-from samo.planner.public import PUBLIC
+from samo.planner.public_models import PUBLIC
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from samo.bench import machine
 from samo.cli.main import main
 from samo.errors import ConfigError
 from samo.planner.hardware import HARDWARE, find_hardware, match_hardware, write_hardware
-from samo.planner.local import this_hardware
+from samo.planner.this_machine import this_hardware
 from samo.utils.environment import hardware
 
 

@@ -19,9 +19,9 @@ from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.command import command
 from samo.planner.hardware import Hardware
-from samo.planner.local import this_hardware
-from samo.planner.public import PUBLIC
+from samo.planner.public_models import PUBLIC
 from samo.planner.search import dense_phase
+from samo.planner.this_machine import this_hardware
 from samo.train.resolve import resolve
 
 LONG = pytest.mark.long

@@ -21,8 +21,8 @@ from samo.data.batches import Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError
 from samo.integrations.export import export
 from samo.integrations.model_folders import open_compressed
-from samo.planner import local
-from samo.planner.local import this_hardware
+from samo.planner import this_machine
+from samo.planner.this_machine import this_hardware
 from samo.train import causal_lm
 from samo.train.causal_lm import CausalLMSubject
 from samo.train.finetune_config import (
@@ -449,7 +449,7 @@ def test_the_layout_is_what_fits(
     state: str,
 ) -> None:
     hardware = replace(this_hardware("cpu"), memory_bytes=memory, reserved_bytes=0)
-    monkeypatch.setattr(local, "this_hardware", lambda *_: hardware)
+    monkeypatch.setattr(this_machine, "this_hardware", lambda *_: hardware)
     config = resolved(place, dtype="bfloat16", batch_size=1, checkpointing=True)
     found = choose_layout(config, *llama, None, 1)
     assert found[:2] == (weights, state)
@@ -462,7 +462,7 @@ def test_nothing_that_fits_is_an_error_with_numbers(
     place: Path, llama: tuple[Any, samo.Masks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware = replace(this_hardware("cpu"), memory_bytes=1e6, reserved_bytes=0)
-    monkeypatch.setattr(local, "this_hardware", lambda *_: hardware)
+    monkeypatch.setattr(this_machine, "this_hardware", lambda *_: hardware)
     with pytest.raises(ConfigError, match=r"no layout .* takes .* MB .* of 1.00 MB .*; lower"):
         choose_layout(resolved(place), *llama, None, 1)
     other = type("OtherForCausalLM", (nn.Linear,), {})(2, 2)

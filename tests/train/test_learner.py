@@ -11,7 +11,7 @@ import samo
 from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
 from samo.train.learner import Learner, _without_targets
-from samo.train.resolve import learning_rate
+from samo.train.learning_rate import learning_rate
 from tests.train.helpers import new_learner, optim
 
 SMALL = GPTConfig(num_layers=1, width=32, num_heads=2, context=16, vocab_size=64)

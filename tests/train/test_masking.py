@@ -9,7 +9,7 @@ import pytest
 import samo
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
-from samo.pruning.schedules import cubic_sparsity
+from samo.pruning.mask_schedules import cubic_sparsity
 from samo.train.config import OptimConfig, PruneConfig
 from samo.train.learner import Learner
 from samo.train.masking import Masking

@@ -13,7 +13,7 @@ import pytest
 
 from samo.cli.main import main
 from samo.errors import ConfigError
-from samo.planner import local
+from samo.planner import this_machine
 from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
 from samo.train.planning import check_memory
@@ -34,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
     def become(ranks: int, memory_bytes: float = 141e9) -> None:
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setattr(local, "this_hardware", lambda device, ranks: hardware)
+        monkeypatch.setattr(this_machine, "this_hardware", lambda device, ranks: hardware)
         hardware: Hardware = replace(HARDWARE["h200"], memory_bytes=memory_bytes)
 
     return become

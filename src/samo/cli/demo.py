@@ -14,7 +14,7 @@ from samo.cli.commands import Demo, Train
 from samo.cli.console import PatientConsole, columns, say, show_sample
 from samo.cli.display import Display
 from samo.cli.main import parse
-from samo.data.library import write_library_text
+from samo.data.standard_library import write_library_text
 from samo.report.findings import NUMBERS
 from samo.report.page import write_report
 from samo.report.runs import read_run

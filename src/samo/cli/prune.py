@@ -176,7 +176,7 @@ def _batches(model: nn.Module, command: Prune) -> list[Tensor]:
 
 def _examples(model: Any, command: Prune, context: int) -> list[Tensor]:
     """Return samples of a file of examples, as samo finetune would read them."""
-    from samo.integrations.tokenizers import ModelTokenizer
+    from samo.integrations.model_tokenizer import ModelTokenizer
 
     assert command.calibration is not None
     with tempfile.TemporaryDirectory(prefix="samo-prune-") as cache:

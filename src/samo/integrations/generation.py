@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samo.errors import CheckpointError, DataError, first_words
 from samo.integrations.causal_lm import context_of, sample
-from samo.integrations.tokenizers import open_tokenizer
+from samo.integrations.model_tokenizer import open_tokenizer
 from samo.models.generate import Pieces, Sampling
 
 __all__ = []

@@ -58,4 +58,4 @@ class _Finder:
 def _register() -> None:
     # Whoever imported the module itself first has it half imported here; it registers at its end.
     with contextlib.suppress(ImportError):  # a transformers that samo does not know must import
-        importlib.import_module("samo.integrations.quantizer")
+        importlib.import_module("samo.integrations.hf_quantizer")

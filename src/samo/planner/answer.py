@@ -1,7 +1,6 @@
 """`samo.plan`: will it fit, with what, how fast; and what the saving buys."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -9,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 from samo.errors import ConfigError, nearest
 from samo.memory.predict import Scheme
 from samo.models.shapes import SHAPES
+from samo.planner.advice import fewest_gpus, what_would_fit
 from samo.planner.command import command
 from samo.planner.configs import from_config, read_config
 from samo.planner.folders import pruned_as_read
-from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
-from samo.planner.memory import Job, peak
+from samo.planner.hardware import Cluster, Hardware, Link, find_hardware
+from samo.planner.memory import Job
 from samo.planner.network import ENDS, Network, named
-from samo.planner.public import PUBLIC
-from samo.planner.search import Option, layouts, ranked, search
-from samo.utils.formatting import size
+from samo.planner.public_models import PUBLIC
+from samo.planner.search import Option, ranked, search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,11 +27,9 @@ __all__ = ["Plan", "plan"]
 
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _ASSUMED: Final = "assumed"
-_MOST_GPUS: Final = 4096
 _SEQUENCES: Final = 8  # of a step, for each GPU
 _SPARSITY: Final = 0.9  # of a GPT that is trained from scratch, unless one is given or read
 _LM_SPARSITY: Final = 0.7  # of a pretrained language model, which loses too much above
-_HIGHEST: Final = 0.98
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,8 +228,8 @@ def plan(
         cluster=cluster,
         options=options,
         rivals={scheme: search(job, cluster, scheme)[0] for scheme in RIVALS},
-        fewest={scheme: _fewest(job, cluster, scheme) for scheme in ("samo", *RIVALS)},
-        advice=[] if options[0].fits else list(_advice(job, cluster, taken)),
+        fewest={scheme: fewest_gpus(job, cluster, scheme) for scheme in ("samo", *RIVALS)},
+        advice=[] if options[0].fits else list(what_would_fit(job, cluster, taken)),
         source=source,
         pruned_by=pruned_by,
         teacher=teacher_name,
@@ -279,81 +276,3 @@ def _best_of_each(found: list[Option], *, by_mesh: bool) -> list[Option]:
         key: Any = (kind, own.state, own.checkpointing)
         groups.setdefault((own.mesh, own.shard) if by_mesh else key, []).append(option)
     return ranked([ranked(group)[0] for group in groups.values()])
-
-
-def _least(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> float:
-    """Return the least memory that any layout of a scheme needs."""
-    least = float("inf")
-    for layout in layouts(job, cluster, scheme):
-        # One pass does not accumulate gradients; one sequence has the fewest activations.
-        is_small = layout.micro_batch == 1 or layout.micro_batches(job) == 1
-        if is_small and layout.checkpointing:
-            least = min(least, peak(job, layout).needed_bytes)
-    return least
-
-
-def _fits(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> bool:
-    return _least(job, cluster, scheme) <= cluster.hardware.usable_bytes
-
-
-def _fewest(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | None:
-    """Return the smallest power of two of GPUs on which a scheme fits."""
-    count = 1
-    while count <= _MOST_GPUS:
-        large = replace(job, batch=max(job.batch, count))
-        if _fits(large, replace(cluster, num_gpus=count), scheme):
-            return count
-        count *= 2
-    return None
-
-
-def _advice(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
-    """Yield what would fit, first on the GPUs at hand; a teacher has taken some of their memory."""
-    hardware, gpus, network = cluster.hardware, cluster.num_gpus, job.network
-    changes: list[tuple[str, Job]] = [("", job)]
-    is_pruned = any(network.sparsity.get(kind) for kind in ENDS)
-    if not (network.command or network.frozen or is_pruned):
-        frozen, flag = replace(job, network=network.with_frozen(ENDS)), "--freeze-embeddings"
-        if _fits(frozen, cluster):
-            yield f"{size(_least(frozen, cluster))} with frozen embeddings: {flag}"
-        else:
-            changes.append((f" {flag}", frozen))
-    for flag, changed in changes:
-        if less := next((x for x in _smaller(changed, gpus) if _fits(x[1], cluster)), None):
-            yield f"fewer tokens at a time: {less[0]}{flag}"
-            break
-    for flag, changed in changes:
-        if sparsity := _lowest_sparsity(changed, cluster):
-            yield f"pruning more: --sparsity {sparsity:g}{flag}"
-    is_cpu = job.dtype == "float32"  # whose ranks share one memory
-    if not is_cpu and (enough := _fewest(job, cluster)) is not None:
-        yield f"{enough} x {hardware.name}: --gpus {enough}"
-    larger = (one for one in HARDWARE.values() if one.memory_bytes > hardware.memory_bytes)
-    for other in sorted(larger, key=lambda one: one.memory_bytes):
-        reserved = other.reserved_bytes + taken
-        if _fits(job, replace(cluster, hardware=replace(other, reserved_bytes=reserved))):
-            yield f"{gpus} x {other.name}: --gpu {other.name}"
-            break
-
-
-def _smaller(job: Job, gpus: int) -> Iterator[tuple[str, Job]]:
-    """Yield flags and jobs of smaller batches and shorter sequences."""
-    contexts = [
-        job.context >> halvings for halvings in range(1, 8) if job.context >> halvings >= 512
-    ]
-    for batch, flag in ((job.batch, ""), (gpus, f"--batch {gpus} ")):
-        if flag:
-            yield flag.rstrip(), replace(job, batch=batch)
-        for context in contexts:
-            yield f"{flag}--context {context}", replace(job, batch=batch, context=context)
-
-
-def _lowest_sparsity(job: Job, cluster: Cluster) -> float | None:
-    """Return the lowest sparsity, in steps of 0.01, at which what is pruned today would fit."""
-    today = [value for value in job.network.sparsity.values() if value]
-    kinds = [kind for kind, value in job.network.sparsity.items() if value]
-    for hundredths in range(math.ceil(100 * min(today, default=1.0)), round(100 * _HIGHEST) + 1):
-        rules = {kind: max(job.network.sparsity[kind], hundredths / 100) for kind in kinds}
-        if _fits(replace(job, network=job.network.pruned(0.0, rules)), cluster):
-            return hundredths / 100
-    return None

@@ -180,7 +180,7 @@ def find_hardware(name: str | Path) -> Hardware:
     if path.suffix in (".toml", ".json"):
         return _read(path)
     if name == "here":
-        from samo.planner.local import this_hardware  # loads torch
+        from samo.planner.this_machine import this_hardware  # loads torch
 
         return this_hardware()
     key = str(name).lower().replace("_", "-").replace(" ", "")

@@ -133,7 +133,7 @@ def choose(
 
     Args:
         job: What to train.
-        cluster: Where; `samo.planner.local.this_cluster` describes this machine.
+        cluster: Where; `samo.planner.this_machine.this_cluster` describes this machine.
         among: The layouts to choose from; by default all of the cluster.
         budgets: Whether streamed weights stand for a budget of resident ones, too.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.pruning.blocks import BlockModel, Run
-from samo.pruning.inputs import FEW_TOKENS, Inputs, InputStatistics
+from samo.pruning.input_stats import FEW_TOKENS, Inputs, InputStatistics
 from samo.pruning.scope import Group
 from samo.pruning.sparsegpt import solve_
 from samo.pruning.topk import keep_neighbours

@@ -16,8 +16,8 @@ from samo.errors import CompressionError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
+from samo.pruning.mask_schedules import check_settings
 from samo.pruning.prune import prune
-from samo.pruning.schedules import check_settings
 from samo.pruning.scope import Scope, check_choice, decide
 from samo.utils.validation import check_model, finite_number, whole_number
 

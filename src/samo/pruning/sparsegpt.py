@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samo.mask import bitmap
-from samo.pruning.inputs import Inputs
+from samo.pruning.input_stats import Inputs
 from samo.pruning.pattern import Pattern
 from samo.pruning.scope import Group
 from samo.pruning.topk import largest, largest_of

@@ -29,7 +29,7 @@ from samo.integrations.model_folders import (
     open_masks,
     open_model,
 )
-from samo.integrations.tokenizers import ModelTokenizer
+from samo.integrations.model_tokenizer import ModelTokenizer
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, prunable
 from samo.models.generate import Sampling

@@ -16,8 +16,8 @@ from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, matching, prunable
 from samo.pruning.early_bird import EarlyBird
+from samo.pruning.mask_schedules import DynamicSparse, GradualPruning
 from samo.pruning.prune import prune
-from samo.pruning.schedules import DynamicSparse, GradualPruning
 from samo.pruning.scope import decide
 from samo.train import events
 from samo.train.config import ResolvedConfig

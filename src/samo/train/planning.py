@@ -14,11 +14,11 @@ from samo.mask.masks import Masks
 from samo.memory.predict import Scheme
 from samo.models.chunked_loss import MAX_LOGITS
 from samo.planner.hardware import Cluster
-from samo.planner.local import this_cluster
 from samo.planner.memory import Job, Layout, peak
 from samo.planner.modules import from_module, pruned_by_masks
 from samo.planner.network import ENDS, gpt
 from samo.planner.search import choose, dense_phase, layouts
+from samo.planner.this_machine import this_cluster
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.finetune_config import ResolvedFinetune
 from samo.train.launch_env import num_ranks

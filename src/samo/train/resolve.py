@@ -42,9 +42,10 @@ from samo.train.finetune_config import (
     ResolvedFinetuneModel,
     ResolvedFinetuneRun,
 )
+from samo.train.learning_rate import learning_rate
 from samo.train.metrics import WandB
 
-__all__ = ["learning_rate", "resolve"]
+__all__ = ["resolve"]
 
 _KINDS: Final[dict[str, Any]] = {each.kind: each for each in (TrainConfig, FinetuneConfig)}
 DEFAULT_SPARSITY: Final = 0.9
@@ -528,24 +529,6 @@ def micro_batches(config: Resolved, num_replicas: int) -> int:
 def first_observation(every: int, warmup_steps: int) -> int:
     """Return the step of early-bird's first observation: during warmup masks barely move."""
     return max(1, -(-warmup_steps // every)) * every
-
-
-def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
-    """Return the learning rate of a step, counted from 1 to ``steps``."""
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
-    # 0 at the end of the warmup, 1 at the last step; longer runs than planned stay at 1
-    progress = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps, 1), 1.0)
-    match optim.schedule:
-        case "constant":
-            height = 1.0
-        case "linear":
-            height = 1 - progress
-        case "cosine":
-            height = 0.5 * (1 + math.cos(math.pi * progress))
-        case "wsd":
-            height = min((1 - progress) / 0.2, 1.0)
-    return optim.lr * (optim.final_lr + (1 - optim.final_lr) * height)
 
 
 def flag(name: str) -> str:

@@ -34,10 +34,11 @@ from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
 from samo.train.finetune_config import FinetuneConfig, Resolved, ResolvedFinetune
 from samo.train.gpt_subject import GPTSubject
+from samo.train.learning_rate import learning_rate
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard, WandB
 from samo.train.rank_group import Interrupt, RankGroup
-from samo.train.resolve import again, check_batch, learning_rate, resolve, resolve_resumed
+from samo.train.resolve import again, check_batch, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, check_free
 from samo.train.run_record import launch_record, run_record
 from samo.train.subject import Subject, Text

@@ -56,7 +56,7 @@ class ModelTokenizer:
     """The tokenizer in a model folder, read by transformers. No code from the folder runs.
 
     Example:
-        >>> from samo.integrations.tokenizers import ModelTokenizer
+        >>> from samo.integrations.model_tokenizer import ModelTokenizer
         >>> ModelTokenizer("no-such-folder")
         Traceback (most recent call last):
         ...

@@ -35,7 +35,7 @@ class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How to load a compressed folder: the ``quantization_config`` of its config.json.
 
     Example:
-        >>> from samo.integrations.quantizer import SamoConfig
+        >>> from samo.integrations.hf_quantizer import SamoConfig
         >>> SamoConfig(weights="streamed").to_dict()  # config.json does not say how to load
         {'quant_method': 'samo', 'version': 1}
 

@@ -10,7 +10,7 @@ import pytest
 
 from samo.data.rows import Chat, Completion, Example, Text
 from samo.errors import CheckpointError, DataError
-from samo.integrations.tokenizers import ModelTokenizer
+from samo.integrations.model_tokenizer import ModelTokenizer
 from tests.data.model_tokenizer import (
     BOS,
     CHATML,

@@ -1,0 +1,97 @@
+"""What would fit, if a job does not: other settings, more GPUs, or larger ones."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from samo.memory.predict import Scheme
+from samo.planner.hardware import HARDWARE, Cluster
+from samo.planner.memory import Job, peak
+from samo.planner.network import ENDS
+from samo.planner.search import layouts
+from samo.utils.formatting import size
+
+__all__ = []
+
+_MOST_GPUS: Final = 4096
+_HIGHEST: Final = 0.98  # sparsity that is suggested
+
+
+def least_bytes(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> float:
+    """Return the least memory that any layout of a scheme needs."""
+    least = float("inf")
+    for layout in layouts(job, cluster, scheme):
+        # One pass does not accumulate gradients; one sequence has the fewest activations.
+        is_small = layout.micro_batch == 1 or layout.micro_batches(job) == 1
+        if is_small and layout.checkpointing:
+            least = min(least, peak(job, layout).needed_bytes)
+    return least
+
+
+def fits(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> bool:
+    """Return whether any layout of a scheme fits."""
+    return least_bytes(job, cluster, scheme) <= cluster.hardware.usable_bytes
+
+
+def fewest_gpus(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | None:
+    """Return the smallest power of two of GPUs on which a scheme fits."""
+    count = 1
+    while count <= _MOST_GPUS:
+        large = replace(job, batch=max(job.batch, count))
+        if fits(large, replace(cluster, num_gpus=count), scheme):
+            return count
+        count *= 2
+    return None
+
+
+def what_would_fit(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
+    """Yield what would fit, first on the GPUs at hand; a teacher has taken some of their memory."""
+    hardware, gpus, network = cluster.hardware, cluster.num_gpus, job.network
+    changes: list[tuple[str, Job]] = [("", job)]
+    is_pruned = any(network.sparsity.get(kind) for kind in ENDS)
+    if not (network.command or network.frozen or is_pruned):
+        frozen, flag = replace(job, network=network.with_frozen(ENDS)), "--freeze-embeddings"
+        if fits(frozen, cluster):
+            yield f"{size(least_bytes(frozen, cluster))} with frozen embeddings: {flag}"
+        else:
+            changes.append((f" {flag}", frozen))
+    for flag, changed in changes:
+        if less := next((x for x in _smaller(changed, gpus) if fits(x[1], cluster)), None):
+            yield f"fewer tokens at a time: {less[0]}{flag}"
+            break
+    for flag, changed in changes:
+        if sparsity := _lowest_sparsity(changed, cluster):
+            yield f"pruning more: --sparsity {sparsity:g}{flag}"
+    is_cpu = job.dtype == "float32"  # whose ranks share one memory
+    if not is_cpu and (enough := fewest_gpus(job, cluster)) is not None:
+        yield f"{enough} x {hardware.name}: --gpus {enough}"
+    larger = (one for one in HARDWARE.values() if one.memory_bytes > hardware.memory_bytes)
+    for other in sorted(larger, key=lambda one: one.memory_bytes):
+        reserved = other.reserved_bytes + taken
+        if fits(job, replace(cluster, hardware=replace(other, reserved_bytes=reserved))):
+            yield f"{gpus} x {other.name}: --gpu {other.name}"
+            break
+
+
+def _smaller(job: Job, gpus: int) -> Iterator[tuple[str, Job]]:
+    """Yield flags and jobs of smaller batches and shorter sequences."""
+    contexts = [
+        job.context >> halvings for halvings in range(1, 8) if job.context >> halvings >= 512
+    ]
+    for batch, flag in ((job.batch, ""), (gpus, f"--batch {gpus} ")):
+        if flag:
+            yield flag.rstrip(), replace(job, batch=batch)
+        for context in contexts:
+            yield f"{flag}--context {context}", replace(job, batch=batch, context=context)
+
+
+def _lowest_sparsity(job: Job, cluster: Cluster) -> float | None:
+    """Return the lowest sparsity, in steps of 0.01, at which what is pruned today would fit."""
+    today = [value for value in job.network.sparsity.values() if value]
+    kinds = [kind for kind, value in job.network.sparsity.items() if value]
+    for hundredths in range(math.ceil(100 * min(today, default=1.0)), round(100 * _HIGHEST) + 1):
+        rules = {kind: max(job.network.sparsity[kind], hundredths / 100) for kind in kinds}
+        if fits(replace(job, network=job.network.pruned(0.0, rules)), cluster):
+            return hundredths / 100
+    return None
