@@ -4,7 +4,7 @@ Work is split among as many threads as torch uses. They are OpenMP's, as torch's
 spin for some milliseconds after every torch operation, and would compete with any others.
 ``docs/decisions/0003-cpu-kernels.md`` compares alternatives.
 
-``reference`` does the rest: float16, 8-bit state, tensors with strides.
+``reference`` does the rest: float16, tensors with strides, 8-bit state of float64.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.kernels import cpu_loops, reference
+from samo.kernels import cpu_lean, cpu_loops, reference
 from samo.kernels.checks import EXPONENTS, check_pair, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.reference import OLDEST, corrections_by_age, count_step
@@ -59,15 +59,17 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     together: dict[tuple[torch.dtype | bool, ...], list[AdamWUpdate]] = {}
     others = []
     for update in updates:
-        if not update.is_lean and is_plain(update, _SEEN_AS):
+        is_covered = not update.is_lean or update.param.dtype != torch.float64
+        if is_covered and is_plain(update, _SEEN_AS):
             copy = update.param if update.dense is None else update.dense
-            key = update.param.dtype, update.grad.dtype, copy.dtype, update.age is not None
+            kind = update.is_lean, update.age is not None
+            key = update.param.dtype, update.grad.dtype, copy.dtype, *kind
             together.setdefault(key, []).append(update)
         else:
             others.append(update)
     reference.adamw_(others, settings, None)
     for members in together.values():
-        _update_rows(members, settings)
+        (_update_lean_rows if members[0].is_lean else _update_rows)(members, settings)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -130,6 +132,38 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
         like,
     )
     _run(cpu_loops.adamw_rows, cpu_loops.adamw_rows_shared, arrays, blocks)
+
+
+def _update_lean_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> None:
+    """Update plain parameters of the same types, whose moments are 8-bit codes."""
+    first = updates[0]
+    dense = first.param if first.dense is None else first.dense
+    rows, ends, seeds, blocks = [], [], [], 0
+    scalars = [_scalars(update, settings) for update in updates]  # counts the steps
+    for update in updates:
+        scales, mask = (update.exp_avg_scale, update.exp_avg_sq_scale), update.mask
+        assert scales[0] is not None
+        assert scales[1] is not None
+        numel = update.param.numel() if mask is None else mask.numel
+        row = (*_row(update, None)[:-4], *_places(mask), update.param.numel(), numel)
+        rows.append((*row, scales[0].data_ptr(), scales[1].data_ptr(), scales[0].numel()))
+        seeds.append(int(update.step) * 0x85EBCA77 & 0xFFFFFFFF)
+        blocks += bitmap.num_blocks(numel)
+        ends.append(blocks)
+    types = (first.param.dtype, first.grad.dtype, dense.dtype)
+    arrays = (
+        np.array(rows, dtype=np.int64),
+        np.array(scalars, dtype=np.float32),
+        np.array(seeds, dtype=np.uint32),
+        np.array(ends, dtype=np.int64),
+        tuple(np.empty(0, _SEEN_AS[kind]) for kind in types),
+    )
+    _run(cpu_lean.lean_rows, cpu_lean.lean_rows_shared, arrays, blocks)
+
+
+def _places(mask: Mask | None) -> tuple[int, int]:
+    """Return the addresses of a mask's words and offsets."""
+    return (0, 0) if mask is None else (mask.words.data_ptr(), mask.offsets.data_ptr())
 
 
 def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
