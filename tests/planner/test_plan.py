@@ -194,6 +194,14 @@ def test_advice_starts_with_the_card_at_hand_and_changes_little() -> None:
         assert (other.best is not None) == fits
 
 
+def test_advice_counts_memory_in_the_type_of_the_other_card() -> None:
+    # A V100 has no bfloat16, and so no 8-bit state.
+    wish: dict[str, Any] = {"sparsity": 0.3, "gpus": 3}
+    advice = samo.plan("llama-2-7b", gpu="laptop-8gb", **wish).advice
+    (other,) = [line.rpartition(" ")[2] for line in advice if "--gpu " in line]
+    assert samo.plan("llama-2-7b", gpu=other, **wish).best is not None
+
+
 def test_a_teacher_takes_memory_of_every_gpu_and_is_part_of_the_command() -> None:
     alone = samo.plan("llama-3-8b", gpu="h100")
     found = samo.plan("llama-3-8b", gpu="h100", teacher="llama-3.1-8b")

@@ -69,7 +69,8 @@ def what_would_fit(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
     larger = (one for one in HARDWARE.values() if one.memory_bytes > hardware.memory_bytes)
     for other in sorted(larger, key=lambda one: one.memory_bytes):
         reserved = other.reserved_bytes + taken
-        if fits(job, replace(cluster, hardware=replace(other, reserved_bytes=reserved))):
+        there = replace(cluster, hardware=replace(other, reserved_bytes=reserved))
+        if fits(replace(job, dtype=other.dtype), there):
             yield f"{gpus} x {other.name}: --gpu {other.name}"
             break
 
