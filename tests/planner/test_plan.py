@@ -202,6 +202,15 @@ def test_advice_counts_memory_in_the_type_of_the_other_card() -> None:
     assert samo.plan("llama-2-7b", gpu=other, **wish).best is not None
 
 
+def test_advice_names_the_batch_if_that_of_more_gpus_would_not_fit() -> None:
+    # One sequence on each GPU needs no memory in which passes are added up.
+    wish: dict[str, Any] = {"sparsity": 0.0, "rules": {"mlp": 0.9}, "gpu": "v100-32", "gpus": 4}
+    assert "8 x v100-32: --gpus 8 --batch 32" in samo.plan("qwen2.5-32b", **wish).advice
+    for batch, fits in ((None, False), (32, True)):
+        other = samo.plan("qwen2.5-32b", **{**wish, "gpus": 8, "batch": batch})
+        assert (other.best is not None) == fits
+
+
 def test_a_teacher_takes_memory_of_every_gpu_and_is_part_of_the_command() -> None:
     alone = samo.plan("llama-3-8b", gpu="h100")
     found = samo.plan("llama-3-8b", gpu="h100", teacher="llama-3.1-8b")

@@ -14,6 +14,9 @@ from samo.utils.formatting import size
 
 __all__ = []
 
+SEQUENCES: Final = 8
+"""Of a step, for each GPU, unless a batch is given."""
+
 _MOST_GPUS: Final = 4096
 _HIGHEST: Final = 0.98  # sparsity that is suggested
 
@@ -65,7 +68,11 @@ def what_would_fit(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
             yield f"pruning more: --sparsity {sparsity:g}{flag}"
     is_cpu = job.dtype == "float32"  # whose ranks share one memory
     if not is_cpu and (enough := fewest_gpus(job, cluster)) is not None:
-        yield f"{enough} x {hardware.name}: --gpus {enough}"
+        batch = max(job.batch, enough)
+        usual = replace(job, batch=SEQUENCES * enough)
+        is_any = batch == job.batch and fits(usual, replace(cluster, num_gpus=enough))
+        flag = "" if is_any else f" --batch {batch}"  # otherwise it may grow with the GPUs
+        yield f"{enough} x {hardware.name}: --gpus {enough}{flag}"
     larger = (one for one in HARDWARE.values() if one.memory_bytes > hardware.memory_bytes)
     for other in sorted(larger, key=lambda one: one.memory_bytes):
         reserved = other.reserved_bytes + taken

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from samo.errors import ConfigError, nearest
 from samo.memory.predict import Scheme
 from samo.models.shapes import SHAPES
-from samo.planner.advice import fewest_gpus, what_would_fit
+from samo.planner.advice import SEQUENCES, fewest_gpus, what_would_fit
 from samo.planner.command import command
 from samo.planner.configs import from_config, read_config
 from samo.planner.folders import pruned_as_read
@@ -27,7 +27,6 @@ __all__ = ["Plan", "plan"]
 
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _ASSUMED: Final = "assumed"
-_SEQUENCES: Final = 8  # of a step, for each GPU
 _SPARSITY: Final = 0.9  # of a GPT that is trained from scratch, unless one is given or read
 _LM_SPARSITY: Final = 0.7  # of a pretrained language model, which loses too much above
 
@@ -203,7 +202,7 @@ def plan(
     cluster = Cluster(hardware=hardware, num_gpus=gpus)
     job = Job(
         network=network.with_frozen(ENDS) if freeze_embeddings else network,
-        batch=batch or _SEQUENCES * gpus,
+        batch=batch or SEQUENCES * gpus,
         context=context or min(network.context, 2048),
         dtype=hardware.dtype,
     )
