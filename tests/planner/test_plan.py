@@ -211,6 +211,24 @@ def test_advice_names_the_batch_if_that_of_more_gpus_would_not_fit() -> None:
         assert (other.best is not None) == fits
 
 
+@pytest.mark.parametrize(
+    ("gpu", "rules", "line"),
+    [
+        ("8GB", {"embedding": 0.5}, "pruning more: --sparsity 0.92"),
+        ("8GB", {"mlp": 0.9}, "pruning more: --sparsity 0.97"),
+        ("8GB", {"attention": 0.5}, None),  # too much is left at any sparsity of the others
+    ],
+)
+def test_advice_to_prune_more_leaves_rules_as_they_are(
+    gpu: str, rules: dict[str, float], line: str | None
+) -> None:
+    wish: dict[str, Any] = {"rules": rules, "gpu": gpu, "context": 512}
+    advice = samo.plan("llama-2-7b", sparsity=0.6, **wish).advice
+    assert next((each for each in advice if "--sparsity" in each), None) == line
+    highest = float(line.split()[-1]) if line else 0.98
+    assert (samo.plan("llama-2-7b", sparsity=highest, **wish).best is None) == (line is None)
+
+
 def test_a_teacher_takes_memory_of_every_gpu_and_is_part_of_the_command() -> None:
     alone = samo.plan("llama-3-8b", gpu="h100")
     found = samo.plan("llama-3-8b", gpu="h100", teacher="llama-3.1-8b")

@@ -1,14 +1,14 @@
 """What would fit, if a job does not: other settings, more GPUs, or larger ones."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
 from samo.memory.predict import Scheme
 from samo.planner.hardware import HARDWARE, Cluster
 from samo.planner.memory import Job, peak
-from samo.planner.network import ENDS
+from samo.planner.network import ENDS, PRUNED
 from samo.planner.search import layouts
 from samo.utils.formatting import size
 
@@ -48,8 +48,13 @@ def fewest_gpus(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | No
     return None
 
 
-def what_would_fit(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
-    """Yield what would fit, first on the GPUs at hand; a teacher has taken some of their memory."""
+def what_would_fit(
+    job: Job, cluster: Cluster, taken: int, rules: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield flags to add with which a job would fit, first on the GPUs at hand.
+
+    A teacher has taken some of their memory, and rules set the sparsity of some kinds.
+    """
     hardware, gpus, network = cluster.hardware, cluster.num_gpus, job.network
     changes: list[tuple[str, Job]] = [("", job)]
     is_pruned = any(network.sparsity.get(kind) for kind in ENDS)
@@ -64,7 +69,7 @@ def what_would_fit(job: Job, cluster: Cluster, taken: int) -> Iterator[str]:
             yield f"fewer tokens at a time: {less[0]}{flag}"
             break
     for flag, changed in changes:
-        if sparsity := _lowest_sparsity(changed, cluster):
+        if sparsity := _lowest_sparsity(changed, cluster, rules):
             yield f"pruning more: --sparsity {sparsity:g}{flag}"
     is_cpu = job.dtype == "float32"  # whose ranks share one memory
     if not is_cpu and (enough := fewest_gpus(job, cluster)) is not None:
@@ -94,12 +99,12 @@ def _smaller(job: Job, gpus: int) -> Iterator[tuple[str, Job]]:
             yield f"{flag}--context {context}", replace(job, batch=batch, context=context)
 
 
-def _lowest_sparsity(job: Job, cluster: Cluster) -> float | None:
-    """Return the lowest sparsity, in steps of 0.01, at which what is pruned today would fit."""
-    today = [value for value in job.network.sparsity.values() if value]
-    kinds = [kind for kind, value in job.network.sparsity.items() if value]
-    for hundredths in range(math.ceil(100 * min(today, default=1.0)), round(100 * _HIGHEST) + 1):
-        rules = {kind: max(job.network.sparsity[kind], hundredths / 100) for kind in kinds}
-        if fits(replace(job, network=job.network.pruned(0.0, rules)), cluster):
+def _lowest_sparsity(job: Job, cluster: Cluster, rules: Mapping[str, float]) -> float | None:
+    """Return the lowest sparsity, in steps of 0.01, above that of all kinds without a rule."""
+    free = [value for kind, value in job.network.sparsity.items() if kind in PRUNED - rules.keys()]
+    # Nothing is suggested for a network that is not pruned, or by rules alone.
+    today = max(free, default=0.0) or 1.0
+    for hundredths in range(math.ceil(100 * today), round(100 * _HIGHEST) + 1):
+        if fits(replace(job, network=job.network.pruned(hundredths / 100, rules)), cluster):
             return hundredths / 100
     return None

@@ -228,7 +228,7 @@ def plan(
         options=options,
         rivals={scheme: search(job, cluster, scheme)[0] for scheme in RIVALS},
         fewest={scheme: fewest_gpus(job, cluster, scheme) for scheme in ("samo", *RIVALS)},
-        advice=[] if options[0].fits else list(what_would_fit(job, cluster, taken)),
+        advice=[] if options[0].fits else list(what_would_fit(job, cluster, taken, rules or {})),
         source=source,
         pruned_by=pruned_by,
         teacher=teacher_name,
