@@ -212,6 +212,20 @@ def test_loading_streamed_never_holds_the_dense_model(
     assert meter.peak_bytes > dense_bytes  # resident; so the meter sees dense weights
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_parameters_are_frozen_by_transformers_too(tmp_path: Path) -> None:
+    from samo.integrations.hf_quantizer import SamoConfig
+
+    out = samo.export(trained("Llama"), tmp_path / "out", format="compressed")
+
+    def freeze(model: nn.Module) -> None:
+        model.get_input_embeddings().requires_grad_(False)  # type: ignore[operator]
+
+    again = load(out, quantization_config=SamoConfig(prepare=freeze))
+    frozen = [name for name, param in again.named_parameters() if not param.requires_grad]
+    assert frozen == ["model.embed_tokens.weight"]
+
+
 def test_trainer_trains_a_loaded_model_and_resumes_from_its_folder(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

@@ -91,7 +91,7 @@ class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what ``from_pretrained(quantization_config=...)`` may change."""
-        names = ("weights", "grad_dtype", "value_dtype")
+        names = ("weights", "grad_dtype", "value_dtype", "prepare")
         return {name: getattr(self, name) for name in names}
 
 
