@@ -442,7 +442,8 @@ class Weight:
     def __setstate__(self, state: dict[str, Any]) -> None:
         shape, strides, mask, grad_dtype = state.pop("layout")
         vars(self).update(state)
-        kernels = _kernels.choose(self.values.device, self.path)
+        device = torch.device("cpu") if self.values.is_meta else self.values.device
+        kernels = _kernels.choose(device, self.path)
         self.layout = Layout(torch.Size(shape), strides, mask, grad_dtype, kernels, [])
         self.values.__dict__.update(self.attributes)  # deepcopy drops them
         self.bind(self.values)
