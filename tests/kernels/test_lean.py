@@ -4,12 +4,13 @@ What all updates have in common is tested in test_kernels.py.
 """
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings as examples, strategies as st
 
-from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, lean, reference
+from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, cpu, lean, reference
 from samo.kernels.reference import adamw_values, count_step
 from samo.kernels.rounding import split, to_correction
 from tests.kernels.cases import (
@@ -227,6 +228,22 @@ def test_gradients_whose_squares_overflow_leave_weights_finite(
         update.grad.fill_(0.01)
     assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(update).values())
     assert float(update.param.abs().max()) < 10
+
+
+@pytest.mark.parametrize("density", [0.1, None], ids=["pruned", "unpruned"])
+@pytest.mark.parametrize("kind", [BF16, FP32], ids=["bf16", "fp32"])
+def test_a_cpu_does_not_leave_it_to_the_slow_reference(
+    kind: Any, density: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = draw_update(5000, density, kind, 3, "lean")
+    theirs = copy_of(ours)
+    reference.adamw_([theirs], SETTINGS, None)
+    left: list[AdamWUpdate] = []
+    monkeypatch.setattr(reference, "adamw_", lambda updates, *_: left.extend(updates))
+    cpu.adamw_([ours], SETTINGS, None)
+    assert left == []
+    names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step")
+    assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
 
 
 @pytest.mark.long
