@@ -24,14 +24,12 @@ from samo.kernels.cpu_loops import (
     REMAINDER,
     _array_at,
     _bits_of,
-    _block,
     _chosen_by_type,
-    _convert,
     _count_bits,
     _float_of,
     _jit,
     _jit_parallel,
-    _move,
+    _refresh,
     _update,
 )
 from samo.kernels.lean import GROUP, LARGEST_ROOT, SMALLEST, UNPRUNED_GROUP
@@ -208,12 +206,7 @@ def lean_rows(rows, scalars, seeds, ends, like, start, stop):
                 )
                 first = groups[g]
             _split(master, values, corrections, at, seed)
-            if dense.size:
-                if pairs.size:
-                    _convert(values, buffer)
-                    _move(_block(dense, block), pairs, block, buffer, False)
-                else:
-                    _convert(values, dense[span])
+            _refresh(values, pairs, block, span, dense, buffer)
 
 
 @_jit_parallel

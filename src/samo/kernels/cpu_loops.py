@@ -374,6 +374,18 @@ def _array_at(address, like, size):
 
 
 @_jit
+def _refresh(values, pairs, block, span, dense, buffer):
+    """Write a block's values to the dense copy, if there is one."""
+    if not dense.size:
+        return
+    if pairs.size:
+        _convert(values, buffer)
+        _move(_block(dense, block), pairs, block, buffer, False)
+    else:
+        _convert(values, dense[span])
+
+
+@_jit
 def adamw_rows(rows, scalars, ends, oldest, like, start, stop):
     """Update the blocks from ``start`` to ``stop`` of all rows; ``ends`` counts blocks up to each.
 
@@ -412,11 +424,7 @@ def adamw_rows(rows, scalars, ends, oldest, like, start, stop):
             moments = exp_avg[span], exp_avg_sq[span]
             _update(master, grad[span], *moments, age[span], table, scalars[index])
             _split(master, values, remainders)
-            if pairs.size:
-                _convert(values, buffer)
-                _move(_block(dense, block), pairs, block, buffer, False)
-            elif dense.size:
-                _convert(values, dense[span])
+            _refresh(values, pairs, block, span, dense, buffer)
 
 
 @_jit_parallel
