@@ -88,6 +88,18 @@ def other_masks(rank: int, num_ranks: int) -> str:
     return str(found.value)
 
 
+def other_order(rank: int, num_ranks: int) -> str:
+    """DistributedDataParallel itself would give one layer the values of the other."""
+    names = ("a", "b") if rank == 0 else ("b", "a")
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Linear(4, 4, bias=False))
+    samo.compress_(model, samo.prune(model, 0.5, method="random"))
+    with pytest.raises(samo.MaskError) as found:
+        DistributedDataParallel(model)(torch.ones(1, 4))
+    return str(found.value)
+
+
 def sent_bytes(rank: int, num_ranks: int) -> list[int]:
     """Count what is given to all-reduce for a dense model and for a compressed one."""
     found = []
@@ -112,16 +124,17 @@ def sent_bytes(rank: int, num_ranks: int) -> list[int]:
 
 
 def one_after_another(rank: int, num_ranks: int) -> list[Any]:
-    return [part(rank, num_ranks) for part in (clip, other_masks, sent_bytes)]
+    return [part(rank, num_ranks) for part in (clip, other_masks, other_order, sent_bytes)]
 
 
 def test_replicas_send_kept_entries_clip_and_compare_masks() -> None:
     state, norms = in_one_process(max_norm=0.1)
     assert all(norm > 0.1 for norm in norms)
-    for clipped, refused, nbytes in run_ranks(2, one_after_another):
+    for clipped, refused, unordered, nbytes in run_ranks(2, one_after_another):
         check_close(clipped[0], state, "clipped")
         torch.testing.assert_close(clipped[1], norms, rtol=1e-12, atol=0)
         assert refused.startswith("the mask of 'last.weight' is not the same on rank")
+        assert unordered.startswith("the parameters are not in the same order on rank")
         assert nbytes[0] == 4 * 64 * (48 + 64 + 64)  # dense
         assert nbytes[1] / nbytes[0] == pytest.approx(0.1, rel=0.02)
 

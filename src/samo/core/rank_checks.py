@@ -1,7 +1,7 @@
-"""Checks that replicas and shards have the same masks on every rank."""
+"""Checks that replicas and shards have the same parameters and masks on every rank."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -44,8 +44,9 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
             return
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     masks = {name: w.mask for name, w in named_weights(module) if w.mask is not None}
+    params = [name for name, _ in module.named_parameters()]
     for group in groups:
-        compare_masks(masks, group)
+        compare_masks(masks, group, params)
     _COMPARED[owner] = True
 
 
@@ -72,13 +73,26 @@ def invalidate_replicas(params: Iterable[Tensor]) -> None:
         _COMPARED[replicas] = False
 
 
-def compare_masks(masks: Mapping[str, Mask], group: dist.ProcessGroup | None) -> None:
-    """Raise MaskError on every rank of a group if their masks differ. Collective."""
-    own = {name: masks[name].fingerprint() for name in masks}
-    for rank, other in enumerate(all_gather_json(own, group)):
+def compare_masks(
+    masks: Mapping[str, Mask], group: dist.ProcessGroup | None, params: Sequence[str] = ()
+) -> None:
+    """Raise MaskError on every rank of a group if their masks differ. Collective.
+
+    The order of ``params`` must not differ either: DDP and FSDP2 pair parameters by it, and mix up
+    two of the same size in silence.
+    """
+    own, here = {name: masks[name].fingerprint() for name in masks}, dist.get_rank(group)
+    for rank, (names, other) in enumerate(all_gather_json((params, own), group)):
+        for mine, theirs in zip(params, names):
+            if mine != theirs:
+                raise MaskError(
+                    f"the parameters are not in the same order on rank {here} and on rank {rank}: "
+                    f"one has '{mine}' where the other has '{theirs}'; add modules in one order "
+                    "on all ranks, not in that of a set"
+                )
         for name in sorted(own.keys() | other.keys()):
             if own.get(name) != other.get(name):
                 raise MaskError(
-                    f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on "
-                    f"rank {rank}; prune on one rank and broadcast the masks, or use the same seed"
+                    f"the mask of '{name}' is not the same on rank {here} and on rank {rank}; "
+                    "prune on one rank and broadcast the masks, or use the same seed"
                 )
