@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,30 @@ def train(pipeline: samo.Pipeline, opt: torch.optim.Optimizer, rows: int) -> lis
     return losses
 
 
+class Turned(nn.Linear):
+    """Returns a tensor that is not contiguous, and whose strides decide how the next layer sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(1, 2)
+
+
+def turned_gradients(mesh: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(Turned(48, 48), nn.GELU(), nn.Linear(33, 33), nn.LayerNorm(33))
+    x = torch.randn(8, 33, 48)
+    pipeline = samo.Pipeline(
+        layers, nn.functional.mse_loss, mesh, 3, cuts=None if mesh is None else [(0, 1), (1, 4)]
+    )
+    pipeline.step(x, target=x.transpose(1, 2))
+    pipeline.close()
+    params = pipeline.module.named_parameters()
+    return {name: param.grad for name, param in params if param.grad is not None}
+
+
+def two_ranks(rank: int, num_ranks: int) -> tuple[list[Any], dict[str, Tensor]]:
+    return work(rank, num_ranks), turned_gradients(samo.mesh(pipe=num_ranks))
+
+
 def work(rank: int, num_ranks: int) -> list[Any]:
     mesh, results = samo.mesh(pipe=num_ranks), []
     for per_rank, name, is_compressed, rows in CASES:
@@ -91,7 +116,7 @@ def in_one_process(
     return [*losses, accumulate(model, *tokens(rows, 9), MICRO_BATCHES)], state
 
 
-def check_equal(everyone: list[list[Any]]) -> None:
+def check_equal(everyone: Sequence[list[Any]]) -> None:
     for place, case in enumerate(CASES):
         losses, state = in_one_process(*case[1:])
         got: dict[str, Tensor] = {}
@@ -105,7 +130,11 @@ def check_equal(everyone: list[list[Any]]) -> None:
 
 
 def test_two_ranks_equal_one_process_bit_for_bit() -> None:
-    check_equal(run_ranks(2, work))
+    results, turned = zip(*run_ranks(2, two_ranks))
+    check_equal(results)
+    wanted, found = turned_gradients(None), turned[0] | turned[1]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # Three ranks

@@ -48,6 +48,24 @@ def test_a_packet_arrives_as_it_was(shapes: list[Any], seed: int | None, is_trai
     assert [t.dtype for t in found.tensors] == [t.dtype for t in tensors]
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(2, 3, 4).transpose(0, 2),
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.rand(3, 1, 2).permute(2, 1, 0),
+        torch.rand(6, 4)[::2],
+        torch.rand(3, 1).expand(3, 4),
+        torch.rand(0, 3).t(),
+    ],
+)
+def test_a_tensor_keeps_its_order_in_memory(tensor: torch.Tensor) -> None:
+    for others in ((), (torch.ones(3),)):
+        found = sent(Packet("activation", tensors=(tensor, *others)))[0].tensors[0]
+        assert torch.equal(found, tensor)
+        assert found.stride() == tensor.clone().stride()
+
+
 def test_tensors_of_a_body_may_be_changed_in_place_one_by_one() -> None:
     tensors = (torch.ones(3), torch.ones(2, 2).t(), torch.tensor(3))
     found = sent(Packet("activation", tensors=tensors))[0].tensors
@@ -83,10 +101,14 @@ def test_an_invalid_header_is_refused(header: bytes) -> None:
         b"\xff\xfe",
         b"{}1",
         b"3",
-        json.dumps([["nn", [2], False, False]]).encode(),
-        json.dumps([["float32", [-2], False, False]]).encode(),
-        json.dumps([["float32", ["a"], False, False]]).encode(),
-        json.dumps([["float32", [2], 1, False]]).encode(),
+        json.dumps([["nn", [2], [1], False, False]]).encode(),
+        json.dumps([["float32", [-2], [1], False, False]]).encode(),
+        json.dumps([["float32", ["a"], [1], False, False]]).encode(),
+        json.dumps([["float32", [2], [1], 1, False]]).encode(),
+        json.dumps([["float32", [2], [], False, False]]).encode(),
+        json.dumps([["float32", [2], [4], False, False]]).encode(),
+        json.dumps([["float32", [2, 2], [0, 1], False, False]]).encode(),
+        json.dumps([["float32", [2, 2], [-1, 1], False, False]]).encode(),
         json.dumps([["float32"]]).encode(),
     ],
 )

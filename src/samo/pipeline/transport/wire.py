@@ -2,10 +2,11 @@
 
     | header, fixed size | text: the layout of the tensors, or a reason | body: the tensors |
 
-A layout is the types, shapes and needs of gradients of a packet's tensors, as JSON; both sides
-remember what they have written and read. The body is one block of memory, each tensor at a multiple
-of 16 bytes: one message, or one NCCL kernel, for any number of tensors. Links keep the order of
-packets, so no tags are needed, which NCCL does not have.
+A layout is the types, shapes, strides and needs of gradients of a packet's tensors, as JSON; both
+sides remember what they have written and read. Strides are kept because they decide in which order
+a kernel adds up: the next stage computes what one process would, to the last bit. The body is one
+block of memory, each tensor at a multiple of 16 bytes: one message, or one NCCL kernel, for any
+number of tensors. Links keep the order of packets, so no tags are needed, which NCCL does not have.
 """
 
 import json
@@ -37,8 +38,19 @@ class TensorSpec(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     needs_grad: bool = False
     is_narrow: bool = False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill a block of memory, in the order of some dimensions."""
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
 
 
 class Layout(NamedTuple):
@@ -71,7 +83,7 @@ def encode(packet: Packet) -> bytes:
         nothing = (False,) * len(packet.tensors)
         needs, narrow = packet.needs_grad or nothing, packet.is_narrow or nothing
         rows = zip(packet.tensors, needs, narrow, strict=True)
-        text = _written(tuple((t.dtype, t.shape, need, is_narrow) for t, need, is_narrow in rows))
+        text = _written(tuple((t.dtype, t.shape, _strides(t), *flags) for t, *flags in rows))
     elif packet.reason:
         text = packet.reason[:_MAX_REASON].encode()
     header = _HEADER.pack(
@@ -129,13 +141,26 @@ def _written(specs: tuple[tuple[Any, ...], ...]) -> bytes:
 @lru_cache(1024)
 def _read(text: bytes) -> Layout:
     rows = json.loads(text)
-    specs = [TensorSpec(getattr(torch, d), tuple(shape), *flags) for d, shape, *flags in rows]
-    for dtype, shape, *flags in specs:
+    specs = [
+        TensorSpec(getattr(torch, dtype), tuple(shape), tuple(strides), *flags)
+        for dtype, shape, strides, *flags in rows
+    ]
+    for spec in specs:
+        dtype, shape, strides, *flags = spec
         if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
             raise TypeError
-        if not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not all(isinstance(size, int) and size >= 0 for size in (*shape, *strides)):
+            raise ValueError
+        if not spec.is_dense:
             raise ValueError
     return layout_of(specs)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor in a body: its own, without gaps and overlaps."""
+    if not tensor.is_contiguous():
+        tensor = torch.empty_like(tensor, device="meta")
+    return tensor.stride()
 
 
 def _invalid(header: bytes | bytearray) -> ValueError:
@@ -160,7 +185,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors as one body: a view of one that is contiguous, else a copy of all."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].view(-1).view(torch.uint8)
-    layout = layout_of([TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors])
+    layout = layout_of([TensorSpec(t.dtype, t.shape, _strides(t)) for t in tensors])
     body = torch.empty(layout.nbytes, dtype=torch.uint8, device=tensors[0].device)
     for place, tensor in zip(unpack(body, layout), tensors):
         place.copy_(tensor)
@@ -171,8 +196,8 @@ def unpack(body: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Return the tensors of a body. They share its memory, and no version counter."""
     if len(layout.specs) == 1:  # nobody to share with
         (spec,) = layout.specs
-        return (body.view(spec.dtype).view(spec.shape),)
+        return (body.view(spec.dtype).as_strided(spec.shape, spec.strides),)
     return tuple(
-        body[place].view(spec.dtype).view(spec.shape).data
+        body[place].view(spec.dtype).as_strided(spec.shape, spec.strides).data
         for spec, place in zip(layout.specs, layout.places)
     )
