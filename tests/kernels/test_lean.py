@@ -230,6 +230,25 @@ def test_gradients_whose_squares_overflow_leave_weights_finite(
     assert float(update.param.abs().max()) < 10
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, as above
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")], ids=str)
+@pytest.mark.parametrize("density", [0.5, None], ids=["pruned", "unpruned"])
+def test_a_nonfinite_gradient_spoils_one_weight_as_in_the_reference(
+    kernels: Kernels, density: float | None, bad: float
+) -> None:
+    """samo.AdamW skips such a step, and nobody else need do so."""
+    ours = draw_update(600, density, FP32, 3, "lean")
+    ours.grad[3] = bad
+    theirs, before = copy_of(ours), master_of(ours)
+    kernels.adamw_([ours], SETTINGS, None)
+    reference.adamw_([theirs], SETTINGS, None)
+    assert ours.param.isnan().nonzero().tolist() == theirs.param.isnan().nonzero().tolist() == [[3]]
+    assert (int(ours.exp_avg[3]), int(ours.exp_avg_sq[3])) == (0, 255)
+    for update in (ours, theirs):
+        update.param[3] = update.grad[3] = 0.0  # to be compared
+    assert_same(ours._replace(dense=None), theirs, before, at_most=4)
+
+
 @pytest.mark.parametrize("density", [0.1, None], ids=["pruned", "unpruned"])
 @pytest.mark.parametrize("kind", [BF16, FP32], ids=["bf16", "fp32"])
 def test_a_cpu_does_not_leave_it_to_the_slow_reference(

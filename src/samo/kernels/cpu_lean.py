@@ -80,7 +80,7 @@ def _narrow(exp_avg, exp_avg_sq, code, root_code, first, seed):
     largest = largest_root = _ZERO
     for k in range(code.size):
         root = np.sqrt(exp_avg_sq[k])
-        if root > _LARGEST_ROOT:
+        if not root <= _LARGEST_ROOT:  # or a NaN
             root, exp_avg[k] = _LARGEST_ROOT, _ZERO
         exp_avg_sq[k] = root
         largest = max(largest, abs(exp_avg[k]))

@@ -74,9 +74,11 @@ def quantise(
          tensor([0.5000]), tensor([2.]))
     """
     root = _root(exp_avg_sq_Z)
-    # Above fp32's range the second moment is clipped, and the first must not outlive its size.
-    exp_avg = torch.where(root > LARGEST_ROOT, 0.0, exp_avg_Z)
-    root = root.clamp_max(LARGEST_ROOT)
+    # Above fp32's range the second moment is clipped, and the first must not outlive its size. NaNs
+    # count as infinite: a cast to a code would be undefined.
+    is_finite = root <= LARGEST_ROOT
+    exp_avg = torch.where(is_finite, exp_avg_Z, 0.0)
+    root = torch.where(is_finite, root, LARGEST_ROOT)
     codes, scales = [], []
     for size, most, shift in ((exp_avg.abs(), 127, 8), (root, 255, 20)):
         largest = size.new_zeros(groups).scatter_reduce_(0, group_Z, size, "amax")

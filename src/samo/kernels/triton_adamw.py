@@ -393,8 +393,8 @@ def _advance(at, mask, scales, shared, settings, IS_SMALL: tl.constexpr, IS_FULL
     under = root * (1.0 / denominator) + eps
     param = param * decay + exp_avg * step_size / under
     # Above fp32's range the second moment is clipped, and the first must not outlive its size.
-    exp_avg = tl.where(root > LARGEST_ROOT, 0.0, exp_avg)
-    return param, exp_avg, tl.minimum(root, LARGEST_ROOT)
+    is_finite = root <= LARGEST_ROOT  # nor is a NaN
+    return param, tl.where(is_finite, exp_avg, 0.0), tl.where(is_finite, root, LARGEST_ROOT)
 
 
 @triton.jit
