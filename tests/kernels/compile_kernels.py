@@ -14,12 +14,19 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch._higher_order_ops import triton_kernel_wrap
+from torch._library.triton import get_triton_kernels_for_op
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from samo.kernels import reference, triton_adamw, triton_launch as launch, triton_masks
+from samo.kernels import (
+    operators,  # noqa: F401  (registers operators)
+    reference,
+    triton_adamw,
+    triton_launch as launch,
+    triton_masks,
+)
 from samo.kernels.checks import EXPONENTS
 from samo.kernels.triton_masks import KINDS
 from tests.kernels.cases import LEAN_KINDS
@@ -138,6 +145,15 @@ def names_written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
     return {*triton_kernel_wrap.identify_mutated_tensors(kernel, arguments, {})}
 
 
+def check_caches() -> None:
+    """Check that torch finds the operators' kernels: their code is part of its caches' keys."""
+    for operator, kernel in (
+        ("samo::compress_triton", triton_masks.compress_by_slot_kernel),
+        ("samo::expand_triton", triton_masks.expand_kernel),
+    ):
+        assert get_triton_kernels_for_op(operator) == [kernel], operator
+
+
 def main() -> None:
     """Compile for the capabilities on the command line; with --once, one variant per kernel."""
     found = list(variants())
@@ -148,6 +164,7 @@ def main() -> None:
         assert all(kernel.asm["cubin"] for kernel in made)
         print(f"sm_{capability}: {len(made)} variants compile")
     check_writes()
+    check_caches()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.library import triton_op, wrap_triton
 
 from samo import kernels
 from samo.mask.bitmap import num_blocks, num_words as num_words_of
@@ -79,33 +80,35 @@ def _(values, bitmap, shape, dtype, after):
 
 
 try:
-    from samo.kernels.triton_masks import (
-        IS_INTERPRETED,
-        compress_by_slot_kernel,
-        expand_kernel,
-    )
+    from samo.kernels.triton_masks import IS_INTERPRETED, compress_by_slot_kernel, expand_kernel
+    from samo.kernels.triton_tables import device_of
 except ImportError:
     _TRITON = False
 else:
     _TRITON = not IS_INTERPRETED.value and torch.version.hip is None
 
-    @torch.library.triton_op("samo::compress_triton", mutates_args=())
+    # By the plain name wrap_triton, under which torch finds the kernels whose code is part of the
+    # key of its caches on disk.
+
+    @triton_op("samo::compress_triton", mutates_args=())
     def _compress_triton(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
         values = torch.empty(kept, dtype=dtype, device=dense.device)
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
-        torch.library.wrap_triton(compress_by_slot_kernel)[(blocks,)](
-            dense, bitmap, bitmap[num_words:], values, num_words // 2, SLOTS=_SLOTS, num_warps=1
-        )
+        with device_of(dense):
+            wrap_triton(compress_by_slot_kernel)[(blocks,)](
+                dense, bitmap, bitmap[num_words:], values, num_words // 2, SLOTS=_SLOTS, num_warps=1
+            )
         return values
 
-    @torch.library.triton_op("samo::expand_triton", mutates_args=())
+    @triton_op("samo::expand_triton", mutates_args=())
     def _expand_triton(
         values: Tensor, bitmap: Tensor, after: Tensor, shape: list[int], dtype: torch.dtype
     ) -> Tensor:
         dense = torch.empty(shape, dtype=dtype, device=values.device)
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
         offsets, numel = bitmap[num_words:], dense.numel()
-        torch.library.wrap_triton(expand_kernel)[(blocks,)](
-            values, bitmap, offsets, after, dense, numel, num_words, num_warps=2
-        )
+        with device_of(values):
+            wrap_triton(expand_kernel)[(blocks,)](
+                values, bitmap, offsets, after, dense, numel, num_words, num_warps=2
+            )
         return dense

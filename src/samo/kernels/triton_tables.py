@@ -49,8 +49,11 @@ _HERE: Final = nullcontext()
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, on which Triton launches."""
+    # A traced tensor may be on a device that this machine does not have.
+    if not tensor.is_cuda or not torch.cuda.is_initialized():
+        return _HERE
     # Not by tensor.device, since this runs at every launch: a device builds its type's name.
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    if tensor.get_device() == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device_of(tensor)
 
