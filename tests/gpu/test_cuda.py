@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import samo
-from samo.kernels import AdamWUpdate, choose
+from samo.core import adamw
+from samo.kernels import AdamWUpdate, choose, operators
 from samo.mask.mask import Mask
 from tests.kernels.cases import SETTINGS
 from tests.meters import ignores_dynamo, small_gpt, tokens
@@ -99,6 +101,24 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
         # A table is sent again if a gradient lies elsewhere than in the last step.
         counts.append(sum(not name.startswith("Mem") for name in names))
     assert 0 < counts[0] == counts[1] < 20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_everything_runs_on_the_device_of_its_tensors_not_on_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("cuda:1"):
+        dense = torch.randn(100, 300)
+        mask = Mask.from_bool(torch.rand(100, 300) < 0.1)
+        flag = torch.tensor(True)
+    values = operators.compress(dense, mask.packed, mask.kept, torch.bfloat16)
+    again = operators.expand(values, mask.packed, [100, 300], torch.float32, None)
+    assert torch.equal(again, dense.bfloat16().float() * mask.to_bool())
+    sent: list[torch.device] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda flag, *args, **options: sent.append(flag.device))
+    group: Any = None
+    assert bool(adamw._any_rank(flag, group, "cuda"))
+    assert sent == [flag.device]
 
 
 @pytest.mark.slow

@@ -430,7 +430,9 @@ def _shard_groups(params: Iterable[DTensor]) -> dict[dist.ProcessGroup, str]:
 
 def _any_rank(flag: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
     """Return whether a flag is set on any rank. Collective, on tensors of a device type."""
-    shared = flag.to(device_type, torch.int32)
+    shared = flag.to(torch.int32)
+    if flag.device.type != device_type:  # not "cuda" for "cuda:1": that is the current device
+        shared = shared.to(device_type)
     dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
     return shared.to(flag.device, torch.bool)
 
