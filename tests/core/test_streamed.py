@@ -846,6 +846,16 @@ def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
 
 
 @ignores_dynamo
+def test_a_compiled_function_takes_the_weight_of_an_eager_model() -> None:
+    """As the compiler does with parts of a model that it has recompiled too often."""
+    torch._dynamo.reset()
+    resident, model = pair(Tied)
+    run = torch.compile(F.embedding, backend="aot_eager")
+    found = pass_of(model, lambda m: run(TOKENS, m.embed.weight))
+    assert_same(found, pass_of(resident, lambda m: m.embed(TOKENS)))
+
+
+@ignores_dynamo
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",

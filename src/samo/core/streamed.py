@@ -156,6 +156,8 @@ class StreamedWeight(Expansion, DenseWeight):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            return _call_eagerly(func, types, args, kwargs)
         found = super().__torch_function__(func, types, args, kwargs)
         # An in-place operation returns the expansion it wrote to; return the weight instead, as
         # torch would.
@@ -174,11 +176,7 @@ class StreamedWeight(Expansion, DenseWeight):
 
     def _expand(self) -> Tensor:
         weight = self._samo_weight()
-        if (
-            weight is None
-            or torch.compiler.is_compiling()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        if weight is None or torch._C._functorch.peek_interpreter_stack() is not None:
             return super()._expand()
         if weight.expansions:
             weight.sync_written()
@@ -260,6 +258,18 @@ class StreamedWeight(Expansion, DenseWeight):
             f"'{self._weight.name}' is streamed: its dense gradient exists only inside backward; "
             "register the hook on its values in model.parameters(), or use weights='resident'"
         )
+
+
+# Note [Eager weights in compiled frames]
+#
+# Where torch.compile breaks a graph, or gives up on a frame that it has recompiled too often, it
+# compiles the functions that eager code calls next, one by one: also those of this file. They must
+# not be traced with an eager weight, whose kernels are opaque.
+
+
+@torch.compiler.disable
+def _call_eagerly(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return StreamedWeight.__torch_function__(func, types, args, kwargs)
 
 
 def streamed_weight(
