@@ -12,7 +12,7 @@ import torch
 from numba.core import caching
 
 from samo import kernels as _kernels
-from samo.kernels import AdamWSettings, Kernels, choose, cpu, cpu_loops, operators, reference
+from samo.kernels import AdamWSettings, Kernels, choose, cpu, cpu_masks, operators, reference
 from samo.kernels.reference import OLDEST, ages_at
 from samo.kernels.rounding import join, split
 from samo.mask.mask import Mask
@@ -388,10 +388,10 @@ def test_another_cpu_a_forked_child_and_the_next_process_compute_the_same(tmp_pa
     """Without AVX-512, in processes of their own; the next one finds all code compiled."""
     script = """
 import os, torch
-from samo.kernels import cpu, cpu_loops, reference
+from samo.kernels import cpu, cpu_masks, reference
 from tests.kernels.cases import KINDS, SETTINGS, assert_same, copy_of, draw_update, master_of
 
-assert not any(cpu_loops._LANES.values())
+assert not any(cpu_masks._LANES.values())
 torch.set_num_threads(2)
 torch.manual_seed(0)
 
@@ -442,7 +442,7 @@ def test_samo_works_where_numba_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(torch.device("cpu")) is cpu
     # As where neither the package nor the home folder is writable.
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    assert not cpu_loops._can_cache()
+    assert not cpu_masks._can_cache()
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     monkeypatch.delitem(sys.modules, "samo.kernels.cpu")
     monkeypatch.delattr(_kernels, "cpu")

@@ -1,4 +1,4 @@
-"""The fast path on a CPU: hands tensors to the compiled loops of ``cpu_loops.py``.
+"""The fast path on a CPU: hands tensors to the loops of ``cpu_masks.py`` and ``cpu_adamw.py``.
 
 Work is split among as many threads as torch uses. They are OpenMP's, as torch's are: OpenMP threads
 spin for some milliseconds after every torch operation, and would compete with any others.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.kernels import cpu_lean, cpu_loops, reference
+from samo.kernels import cpu_adamw, cpu_masks, reference
 from samo.kernels.checks import EXPONENTS, check_pair, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.reference import OLDEST, corrections_by_age, count_step
@@ -39,7 +39,7 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
         reference.compress_(dense, mask, out)
         return
     check_pair(out, mask, dense)
-    _move(cpu_loops.compress_blocks, cpu_loops.compress_shared, mask, dense, out)
+    _move(cpu_masks.compress_blocks, cpu_masks.compress_shared, mask, dense, out)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
@@ -48,7 +48,7 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
         reference.expand_(values, mask, dense)
         return
     check_pair(values, mask, dense)
-    _move(cpu_loops.expand_blocks, cpu_loops.expand_shared, mask, values, dense)
+    _move(cpu_masks.expand_blocks, cpu_masks.expand_shared, mask, values, dense)
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
             others.append(update)
     reference.adamw_(others, settings, None)
     for members in together.values():
-        (_update_lean_rows if members[0].is_lean else _update_rows)(members, settings)
+        _update_rows(members, settings)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         exponent = _EXPONENTS[dtype]
         blocks = max(1, bitmap.num_blocks(sum(size for _, size in rows)))
         arrays = (np.array(rows, dtype=np.int64), np.empty(0, exponent.dtype), exponent, blocks)
-        kernels = cpu_loops.find_exponent_rows, cpu_loops.find_exponent_rows_shared
+        kernels = cpu_adamw.find_exponent_rows, cpu_adamw.find_exponent_rows_shared
         found |= _run(*kernels, arrays, blocks)
     return torch.tensor(bool(found), device="cpu")
 
@@ -101,75 +101,51 @@ _SEEN_AS: Final[dict[torch.dtype, Any]] = {
 
 
 def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> None:
-    """Update plain parameters of the same types, all with ages or all without."""
+    """Update plain parameters of the same types and the same kind of state."""
     first = updates[0]
-    has_ages = first.age is not None
-    moment = np.float64 if first.param.dtype == torch.float64 else np.float32
+    is_lean, has_ages = first.is_lean, first.age is not None
+    wide = np.float64 if first.param.dtype == torch.float64 else np.float32
+    scalars = [_scalars(update, settings) for update in updates]  # counts the steps
     tables: dict[object, Tensor] = {}
-    rows, ends, blocks = [], [], 0
+    rows, ends, seeds, blocks = [], [], [], 0
     for update in updates:
         rate = (float(update.lr), getattr(update.lr, "dtype", None)) if has_ages else None
         if rate is not None and rate not in tables:
             tables[rate] = corrections_by_age(update, settings)
             tables[rate][0].neg_()
-        rows.append(_row(update, tables.get(rate)))
-        mask = update.mask_of_copy
-        blocks += bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
-        ends.append(blocks)
-    dense = first.param if first.dense is None else first.dense
-    like: tuple[Any, ...] = (
-        np.empty(0, _SEEN_AS[first.param.dtype]),
-        np.empty(0, _SEEN_AS[first.grad.dtype]),
-        np.empty(0, moment),
-        np.empty(0, np.int16 if has_ages else np.bool_),
-        np.empty(0, _SEEN_AS[dense.dtype]),
-    )
-    arrays = (
-        np.array(rows, dtype=np.int64),
-        np.array([_scalars(update, settings) for update in updates], dtype=moment),
-        np.array(ends, dtype=np.int64),
-        OLDEST if has_ages else 0,
-        like,
-    )
-    _run(cpu_loops.adamw_rows, cpu_loops.adamw_rows_shared, arrays, blocks)
-
-
-def _update_lean_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> None:
-    """Update plain parameters of the same types, whose moments are 8-bit codes."""
-    first = updates[0]
-    dense = first.param if first.dense is None else first.dense
-    rows, ends, seeds, blocks = [], [], [], 0
-    scalars = [_scalars(update, settings) for update in updates]  # counts the steps
-    for update in updates:
-        scales, mask = (update.exp_avg_scale, update.exp_avg_sq_scale), update.mask
-        assert scales[0] is not None
-        assert scales[1] is not None
+        # Groups of 8-bit codes follow the mask; all other values are a plain vector.
+        mask = update.mask if is_lean else update.mask_of_copy
         numel = update.param.numel() if mask is None else mask.numel
-        row = (*_row(update, None)[:-4], *_places(mask), update.param.numel(), numel)
-        rows.append((*row, scales[0].data_ptr(), scales[1].data_ptr(), scales[0].numel()))
-        seeds.append(int(update.step) * 0x85EBCA77 & 0xFFFFFFFF)
+        rows.append(_row(update, tables.get(rate), mask, numel))
+        seeds.append(int(update.step) * 0x85EBCA77 & 0xFFFFFFFF if is_lean else 0)
         blocks += bitmap.num_blocks(numel)
         ends.append(blocks)
-    types = (first.param.dtype, first.grad.dtype, dense.dtype)
+    dense = first.param if first.dense is None else first.dense
+    types = (
+        _SEEN_AS[first.param.dtype],
+        np.int8 if is_lean else np.int16,
+        _SEEN_AS[first.grad.dtype],
+        np.int8 if is_lean else wide,
+        np.uint8 if is_lean else wide,
+        np.int16 if has_ages else np.bool_,
+        _SEEN_AS[dense.dtype],
+    )
     arrays = (
         np.array(rows, dtype=np.int64),
-        np.array(scalars, dtype=np.float32),
+        np.array(scalars, dtype=wide),
         np.array(seeds, dtype=np.uint32),
         np.array(ends, dtype=np.int64),
-        tuple(np.empty(0, _SEEN_AS[kind]) for kind in types),
+        OLDEST if has_ages else 0,
+        tuple(np.empty(0, kind) for kind in types),
     )
-    _run(cpu_lean.lean_rows, cpu_lean.lean_rows_shared, arrays, blocks)
+    _run(cpu_adamw.adamw_rows, cpu_adamw.adamw_rows_shared, arrays, blocks)
 
 
-def _places(mask: Mask | None) -> tuple[int, int]:
-    """Return the addresses of a mask's words and offsets."""
-    return (0, 0) if mask is None else (mask.words.data_ptr(), mask.offsets.data_ptr())
-
-
-def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
+def _row(
+    update: AdamWUpdate, table: Tensor | None, mask: Mask | None, numel: int
+) -> tuple[int, ...]:
     """Return a parameter's row, in the order of the loops' columns."""
     # Written out: a small model waits for this in each step, and a loop costs 5 % of it.
-    mask, dense = update.mask_of_copy, update.dense
     return (
         update.param.data_ptr(),
         0 if update.remainder is None else update.remainder.data_ptr(),
@@ -178,11 +154,13 @@ def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
         update.exp_avg_sq.data_ptr(),
         0 if update.age is None else update.age.data_ptr(),
         0 if table is None else table.data_ptr(),
-        0 if dense is None else dense.data_ptr(),
+        0 if update.dense is None else update.dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
         0 if mask is None else mask.offsets.data_ptr(),
+        0 if update.exp_avg_scale is None else update.exp_avg_scale.data_ptr(),
+        0 if update.exp_avg_sq_scale is None else update.exp_avg_sq_scale.data_ptr(),
         update.param.numel(),
-        0 if dense is None else dense.numel(),
+        numel,
     )
 
 
@@ -198,7 +176,7 @@ def _is_covered(source: Tensor, target: Tensor) -> bool:
 
 
 def _move(
-    alone: cpu_loops.Kernel, shared: cpu_loops.Kernel, mask: Mask, source: Tensor, target: Tensor
+    alone: cpu_masks.Kernel, shared: cpu_masks.Kernel, mask: Mask, source: Tensor, target: Tensor
 ) -> None:
     """Run a kernel over all blocks of a mask."""
     words, offsets = mask.words.numpy().view(np.uint64), mask.offsets.numpy()
@@ -206,7 +184,7 @@ def _move(
 
 
 def _run(
-    alone: cpu_loops.Kernel, shared: cpu_loops.Kernel, arrays: tuple[Any, ...], blocks: int
+    alone: cpu_masks.Kernel, shared: cpu_masks.Kernel, arrays: tuple[Any, ...], blocks: int
 ) -> Any:
     """Run a kernel over ``blocks`` blocks, shared among threads if there are enough."""
     most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if _has_openmp else 1
@@ -221,7 +199,7 @@ def _run(
         numba.set_num_threads(before)
 
 
-def _array(tensor: Tensor) -> cpu_loops.Array:
+def _array(tensor: Tensor) -> cpu_masks.Array:
     """Return a tensor as a vector in the type of the loops, over the same memory if contiguous."""
     flat = tensor.detach().reshape(-1)
     # Not Tensor.numpy(), after which torch could not free the memory of FSDP2's whole parameters.
