@@ -185,6 +185,10 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
         lambda m: setattr(m[0], "weight", nn.Parameter(torch.full((32, 12), 0.375))),
         lambda w: w.fill_(0.375),
     ),
+    "registered": (
+        lambda m: m[0].register_parameter("weight", nn.Parameter(torch.full((32, 12), 0.25))),
+        lambda w: w.fill_(0.25),
+    ),
     "values": (lambda m: m.get_parameter("0.weight").mul_(2), lambda w: w.mul_(2)),
     "values' data": (
         lambda m: setattr(m.get_parameter("0.weight"), "data", torch.full((192,), 0.5)),
@@ -688,14 +692,6 @@ def test_what_would_train_the_weight_without_its_mask_is_refused(wrap: Any, mess
         wrap(model[0])
 
 
-def test_a_dense_parameter_registered_in_place_of_a_weight_keeps_the_mask() -> None:
-    model = compressed()
-    with pytest.warns(UserWarning, match="nonzero values"):
-        model[0].register_parameter("weight", nn.Parameter(torch.ones(32, 12)))
-    assert torch.equal(model[0].weight, kept(model).float())
-    assert model.get_parameter("0.weight").shape == (192,)
-
-
 # What goes wrong in silence, or would ------------------------------------------------------------
 
 
@@ -794,15 +790,6 @@ def test_backward_to_the_weight_leaves_no_gradient(weights: Any) -> None:
     assert model[0].weight.grad is None
     model(X).sum().backward(inputs=[model.get_parameter("0.weight")])
     assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_the_weight_is_no_leaf_for_optimizers_and_plain_modules(weights: Any) -> None:
-    model = compressed(weights=weights)
-    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
-        torch.optim.SGD([model[0].weight])
-    with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor to parameter 'weight'"):
-        setattr(nn.Linear(12, 32), "weight", model[0].weight)  # noqa: B010
 
 
 def test_state_of_another_mask_of_the_same_length_is_taken() -> None:
