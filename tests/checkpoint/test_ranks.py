@@ -26,7 +26,7 @@ from samo import checkpoint
 from samo.checkpoint import reader, tensors
 from samo.checkpoint.save import merge
 from samo.checkpoint.tensors import SavedTensors
-from samo.core.weight import local_of
+from samo.core.shards import local_of
 from samo.distributed import ranks
 from samo.errors import CheckpointError, PeerError
 from samo.utils import atomic_io

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import samo
-from samo.core import adamw
+from samo.core.shards import any_rank
 from samo.kernels import AdamWUpdate, choose, operators
 from samo.mask.mask import Mask
 from tests.kernels.cases import SETTINGS
@@ -117,7 +117,7 @@ def test_everything_runs_on_the_device_of_its_tensors_not_on_the_current_one(
     sent: list[torch.device] = []
     monkeypatch.setattr(dist, "all_reduce", lambda flag, *args, **options: sent.append(flag.device))
     group: Any = None
-    assert bool(adamw._any_rank(flag, group, "cuda"))
+    assert bool(any_rank(flag, group, "cuda"))
     assert sent == [flag.device]
 
 

@@ -11,7 +11,8 @@ from samo.checkpoint.layout import Layout
 from samo.checkpoint.reader import Checkpoint
 from samo.checkpoint.tensors import check_plain, rows_of
 from samo.core.modules import CompressedModule, weights_in
-from samo.core.weight import Weight, local_of
+from samo.core.shards import local_of
+from samo.core.weight import Weight
 from samo.errors import CheckpointError, nearest
 from samo.mask.mask import Mask
 

@@ -23,7 +23,7 @@ from samo.checkpoint.manifest import FORMAT, KINDS, VERSION, encode_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
 from samo.checkpoint.tensors import name_tensors, rows_metadata, write_tensors
-from samo.core.weight import local_of
+from samo.core.shards import local_of
 from samo.distributed.ranks import LookAfter
 from samo.errors import CheckpointError
 from samo.mask import mask_files

@@ -16,6 +16,7 @@ Training
     param_groups.py `param_groups`: decay and learning rates by dense shape and density
     step_hooks.py   before and after the step of any other optimizer
     remap.py        `remap_`: new masks for a model in training
+    shards.py       parameters that FSDP2 has sharded
     rank_checks.py  replicas and shards must have the same masks
 """
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from samo import kernels as _kernels
-from samo.core.weight import Weight, local_of, weight_of, weight_replacing
+from samo.core.shards import any_rank, local_of, shard_groups
+from samo.core.weight import Weight, weight_of, weight_replacing
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.lean import num_groups, quantise_weight
@@ -137,7 +138,7 @@ class AdamW(Optimizer):
                 loss = closure()
         with record_function("samo.AdamW.collect"):
             batches, sharded = self._collect()
-        groups = _shard_groups(sharded)
+        groups = shard_groups(sharded)
         if not batches and not groups and self.group is None:
             return loss
         with record_function("samo.AdamW.find_nonfinite"):
@@ -234,9 +235,9 @@ class AdamW(Optimizer):
         for other in flags[1:]:
             flag = flag | other.to(device)
         for group, device_type in groups.items():
-            flag = _any_rank(flag, group, device_type)
+            flag = any_rank(flag, group, device_type)
         if self.group is not None:
-            flag = _any_rank(flag, self.group, flag.device.type)
+            flag = any_rank(flag, self.group, flag.device.type)
         if self._skipped is None:
             _check_not_captured("the count of skipped steps")
             self._skipped = torch.zeros(2, dtype=torch.int64, device=flag.device)
@@ -413,28 +414,6 @@ def _local(update: AdamWUpdate) -> AdamWUpdate:
         exp_avg=local_of(exp_avg),
         exp_avg_sq=local_of(exp_avg_sq),
     )
-
-
-def _shard_groups(params: Iterable[DTensor]) -> dict[dist.ProcessGroup, str]:
-    """Return the process groups that shard these parameters, and the type of their devices.
-
-    Without groups of replicas, as in hybrid sharding: they have the same gradients.
-    """
-    return {
-        mesh.get_group(dim): mesh.device_type
-        for mesh, placements in dict.fromkeys((p.device_mesh, p.placements) for p in params)
-        for dim, placement in enumerate(placements)
-        if not placement.is_replicate()
-    }
-
-
-def _any_rank(flag: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
-    """Return whether a flag is set on any rank. Collective, on tensors of a device type."""
-    shared = flag.to(torch.int32)
-    if flag.device.type != device_type:  # not "cuda" for "cuda:1": that is the current device
-        shared = shared.to(device_type)
-    dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-    return shared.to(flag.device, torch.bool)
 
 
 def _is_captured() -> bool:

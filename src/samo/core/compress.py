@@ -4,7 +4,7 @@ All checks run first, so that an error leaves the model unchanged.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from samo.core.modules import (
     weights_in,
 )
 from samo.core.rank_checks import check_masks_of_ranks
-from samo.core.weight import Plan, Weight, mark_ragged, weight_of, whole
+from samo.core.shards import whole
+from samo.core.weight import Weight, mark_ragged, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
@@ -45,6 +46,24 @@ _OPTIONS: Final[dict[str, tuple[Any, ...]]] = {
 
 _CAST: Final = "_samo_cast"
 """Attribute with the original dtypes of parameters that were only cast."""
+
+
+class _Plan(NamedTuple):
+    """What will happen to one parameter."""
+
+    name: str
+    param: nn.Parameter
+    mask: Mask | None
+    dtype: torch.dtype
+    """Of the dense weight."""
+    value_dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it gets values of its own, or is only cast."""
+        is_narrow = self.dtype != self.value_dtype
+        return self.mask is not None or (is_narrow and self.param.requires_grad)
 
 
 def compress_(
@@ -105,7 +124,7 @@ def compress_(
     return model
 
 
-def _replace_parameters(model: nn.Module, plans: dict[int, Plan], kernels: _kernels.Path) -> None:
+def _replace_parameters(model: nn.Module, plans: dict[int, _Plan], kernels: _kernels.Path) -> None:
     """Do what is planned. Nobody holds the dense parameters afterwards."""
     compressed = {key: plan for key, plan in plans.items() if plan.is_compressed}
     changed: dict[nn.Module, dict[str, int]] = {}
@@ -116,7 +135,7 @@ def _replace_parameters(model: nn.Module, plans: dict[int, Plan], kernels: _kern
             check_class(module, tuple(own))
             changed[module] = own
     # Nothing below raises.
-    made = {key: Weight(plan, kernels) for key, plan in compressed.items()}
+    made = {key: Weight(*plan, kernels) for key, plan in compressed.items()}
     model.__dict__[_CAST] = cast = {}
     for key, plan in plans.items():
         if key not in compressed:
@@ -326,7 +345,7 @@ def _plan_parameters(
     dtype: torch.dtype | None,
     grad_dtype: torch.dtype | None,
     value_dtype: torch.dtype | None,
-) -> dict[int, Plan]:
+) -> dict[int, _Plan]:
     """Decide what happens to each parameter that is not left alone."""
     if torch_prune.is_pruned(model):
         raise MaskError(
@@ -347,7 +366,7 @@ def _plan_parameters(
             raise CompressionError(
                 f"'{path}' is a scripted module; compress the model before it is scripted or traced"
             )
-    plans: dict[int, Plan] = {}
+    plans: dict[int, _Plan] = {}
     seen: dict[int, str] = {}
     for name, param in model.named_parameters():
         _check_parameter(name, param, seen)
@@ -360,9 +379,9 @@ def _plan_parameters(
         # Narrow gradients of biases and norms save nothing, and cost time in compiled code.
         narrow = grad_dtype if mask is not None or param.dim() > 1 else None
         values = value_dtype if value_dtype and asked == torch.bfloat16 else torch.float32
-        plan = Plan(name, param, mask, asked, values, narrow or values)
+        plan = _Plan(name, param, mask, asked, values, narrow or values)
         if asked == torch.float64:
-            plan = Plan(name, param, mask, asked, asked, asked)
+            plan = _Plan(name, param, mask, asked, asked, asked)
         if asked not in _DTYPES:
             raise ValueError(
                 f"parameter '{name}' is {asked}; pass dtype=torch.bfloat16 for narrower "

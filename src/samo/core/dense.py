@@ -158,16 +158,20 @@ class DenseWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
+        """The dense weight, or an expansion of it; writes reach the values at the next use."""
         return self.detach()  # Tensor.data would hide writes
 
     @data.setter
     def data(self, value: Tensor) -> None:
         with torch.no_grad():
-            # `weight.data += delta` assigns the same memory.
-            if value.data_ptr() != self.data_ptr():
-                self._weight.write(value)
-            else:  # now, so that a warning comes from where the write is
+            if not self._is_param:  # a part or the transpose of a streamed weight
+                self.detach().copy_(value)
+            elif value.data_ptr() == self.data_ptr() != 0:
+                # `weight.data += delta` assigns the same memory. Now, so that a warning comes from
+                # where the write is.
                 self._weight.sync_written()
+            else:
+                self._weight.write(value)
 
     @property
     def grad(self) -> Tensor | None:

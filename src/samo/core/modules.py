@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samo.core.dense import DenseWeight
-from samo.core.weight import Weight, sharded_like, weight_of, whole
+from samo.core.shards import sharded_like, whole
+from samo.core.weight import Weight, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 

@@ -239,19 +239,6 @@ class StreamedWeight(Expansion, DenseWeight):
         values = self._param.narrow(0, first, part.kept)
         return self._like(values, own, self._is_flipped, (index % layout.shape[0],))
 
-    @property
-    def data(self) -> Tensor:
-        """An expansion; writes to it reach the values at the weight's next use."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if self._is_param:
-            self._sync()  # `weight.data += delta` assigns the tensor it just wrote to
-            self._weight.write(value)
-        else:
-            self.detach().copy_(value)
-
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Raise an error: the dense gradient is never materialized outside the product."""
         raise CompressionError(

@@ -17,12 +17,12 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samo import kernels as _kernels
@@ -64,24 +64,6 @@ def _untracked(function: _F) -> _F:
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
-class Plan(NamedTuple):
-    """What `samo.compress_` will do to one parameter."""
-
-    name: str
-    param: nn.Parameter
-    mask: Mask | None
-    dtype: torch.dtype
-    """Of the dense weight."""
-    value_dtype: torch.dtype
-    grad_dtype: torch.dtype
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether it gets values of its own, or is only cast."""
-        is_narrow = self.dtype != self.value_dtype
-        return self.mask is not None or (is_narrow and self.param.requires_grad)
-
-
 class Weight:
     """The values of one parameter, their mask, and the dense weight used in computation."""
 
@@ -103,8 +85,16 @@ class Weight:
     _synced: Tensor | None  # shares the values' memory, so that no other can have its address
     _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
 
-    def __init__(self, plan: Plan, path: _kernels.Path) -> None:
-        name, param, mask, dtype, value_dtype, grad_dtype = plan
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        mask: Mask | None,
+        dtype: torch.dtype,
+        value_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        path: _kernels.Path,
+    ) -> None:
         self.name: Final = name
         self.path: Final = path
         self.is_resident = False  # until `samo.core.compress.keep_resident` decides
@@ -269,10 +259,13 @@ class Weight:
 
     def sync_written(self) -> None:
         """Apply writes to ``module.weight`` to the values, before the values are used."""
-        for expansion in tuple(self.expansions):
-            expansion.apply_writes()
+        self._apply_expansions()
         if self._is_written():
             self.sync()
+
+    def _apply_expansions(self) -> None:
+        for expansion in tuple(self.expansions):
+            expansion.apply_writes()
 
     def _is_written(self) -> bool:
         return self.dense is not None and self.dense._version != self._dense_version
@@ -293,6 +286,7 @@ class Weight:
                 f"{tuple(dense.shape)}; call samo.decompress_(model) before you change shapes"
             )
         with _LOCK:
+            self._apply_expansions()  # `weight.data += delta` assigns the one it just wrote to
             dense = dense.to(self.device)
             self.check_pruned(dense)
             self.values.copy_(self.layout.compress(dense, self.values.dtype))
@@ -491,24 +485,3 @@ def weight_replacing(param: Tensor) -> Weight | None:
     """Return the weight that a dense parameter became."""
     found = ORIGINS.get(param)
     return None if found is None else found()
-
-
-# DTensors, as FSDP2 creates them ----------------------------------------------------------------
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which may be empty, or a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a plain tensor unchanged, or gather a DTensor. Collective for DTensors."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_like(values: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor the way ``like`` is sharded, if it is."""
-    if not isinstance(like, DTensor):
-        return values
-    values = values.to(like.device)
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)

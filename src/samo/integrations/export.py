@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samo.core.compress import dense_of, masks as masks_of
 from samo.core.modules import BITMAP, CompressedModule, named_weights, original_class, to_bytes
-from samo.core.weight import whole
+from samo.core.shards import whole
 from samo.errors import CheckpointError
 from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import GENERATION, MASKS, METHOD, QUANTIZATION, VERSION

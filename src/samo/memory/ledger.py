@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from samo.core.adamw import AdamW
 from samo.core.modules import CompressedModule
-from samo.core.weight import local_of, weight_of
+from samo.core.shards import local_of
+from samo.core.weight import weight_of
 from samo.errors import CompressionError
 from samo.memory.predict import KINDS, Kind, TensorSpec, predict, total
 

@@ -25,7 +25,8 @@ from samo.core.compress import compress_, masks as masks_of
 from samo.core.modules import CompressedModule, named_weights
 from samo.core.param_groups import param_groups
 from samo.core.rank_checks import compare_masks
-from samo.core.weight import sharded_like, weight_of
+from samo.core.shards import sharded_like
+from samo.core.weight import weight_of
 from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError
 from samo.kernels.operators import COMPILE_OPTIONS
