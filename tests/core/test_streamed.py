@@ -26,6 +26,7 @@ from samo.core.streamed import LOCK
 from tests.core.twins import hugging_face, masked_twin, mlp, worst
 from tests.meters import (
     Experts,
+    LargestTensor,
     Meter,
     SmallResNet,
     assert_same,
@@ -686,6 +687,14 @@ def test_one_dense_weight_and_one_dense_gradient_are_alive_at_most(style: str) -
         run(x).float().sum().backward()
     assert 1 <= meter.peak <= 2
     assert not meter.live
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_product_without_rows_expands_nothing(is_training: bool) -> None:
+    model = streamed(wide_mlp)
+    with LargestTensor() as meter, torch.set_grad_enabled(is_training):
+        assert model(X[:0]).shape == (0, 6)
+    assert meter.numel < 300
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])

@@ -98,6 +98,9 @@ def _compute(
     is_tracked: bool,
 ) -> Tensor:
     """Compute a product outside the graph."""
+    # Without rows, as `samo.chunk_loss_` asks a head for dtype and size, nothing is expanded.
+    if not x.numel() and 0 in (shape := operation.shape(x, layout.shape)):
+        return x.new_empty(shape)
     dense = layout.expand(values.detach(), x.dtype)
     if is_tracked and isinstance(operation, _Matmul):
         dense.requires_grad_()  # torch.matmul folds dimensions differently if it does
