@@ -17,7 +17,7 @@ from samo.core.shards import any_rank
 from samo.kernels import AdamWUpdate, choose, operators
 from samo.mask.mask import Mask
 from tests.kernels.cases import SETTINGS
-from tests.meters import ignores_dynamo, small_gpt, tokens
+from tests.meters import Experts, assert_same, ignores_dynamo, small_gpt, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -183,6 +183,22 @@ def test_dense_weights_of_the_host_are_taken_on_the_device() -> None:
         assert torch.equal(model[0].weight, dense[0].weight.cuda() * kept)
 
 
+def test_streamed_experts_are_resident_ones_wherever_their_values_begin() -> None:
+    """Addresses of an expert's values, and of its part of the mask, are aligned to nothing."""
+    torch.manual_seed(0)
+    start = Experts(4, 64).cuda()
+    masks = samo.prune(start, 0.9, rules={"experts.*": 0.9})
+    x = torch.randn(50, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for weights in ("resident", "streamed"):
+        model = copy.deepcopy(start)
+        samo.compress_(model, masks, dtype=torch.bfloat16, weights=weights)  # type: ignore[arg-type]
+        out = model(x)
+        out.float().square().sum().backward()
+        found.append([out.detach(), *(param.grad for param in model.parameters())])
+    assert_same(*found)
+
+
 def test_a_torch_optimizer_works_on_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), 20)
@@ -221,11 +237,12 @@ def test_the_ledger_agrees_with_the_allocator() -> None:
 
 
 @ignores_dynamo
-def test_blocks_compiled_by_inductor_train() -> None:
-    model, masks = compressed_gpt(torch.bfloat16)
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_blocks_compiled_by_inductor_train(weights: Any) -> None:
+    model, masks = compressed_gpt(torch.bfloat16, weights)
     plain = copy.deepcopy(model)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile()
+        block.compile(options=operators.COMPILE_OPTIONS)
     losses = []
     for each in (model, plain):
         torch.manual_seed(0)  # for the same batch
