@@ -83,41 +83,23 @@ def train_adapters(model: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_adapters_train_on_a_compressed_base_as_on_a_dense_one(weights: Any) -> None:
-    base, dense = twins(start := hugging_face("Llama"), samo.prune(start, 0.8), weights=weights)
-    model, twin = with_adapters(base), with_adapters(dense)
-    before = [param.detach().clone() for param in base.parameters() if not param.requires_grad]
-    assert train_adapters(model) == train_adapters(twin)
-    after = [param for param in base.parameters() if not param.requires_grad]
-    assert all(torch.equal(*pair) for pair in zip(before, after))
-    assert not [param for param in after if param.grad is not None]
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-@pytest.mark.parametrize("is_safe", [False, True])
-def test_adapters_merged_into_a_compressed_base_keep_the_mask_and_tell(
-    weights: Any, is_safe: bool
-) -> None:
+@pytest.mark.parametrize("way", ["merged", "merged safely", "merged after decompress_"])
+def test_adapters_train_and_merge_as_on_a_dense_base(way: str, weights: Any) -> None:
     masks = samo.prune(start := hugging_face("Llama"), 0.8)
     base, dense = twins(start, masks, weights=weights)
     model, twin = with_adapters(base), with_adapters(dense)
+    frozen = [param for param in base.parameters() if not param.requires_grad]
+    before = [param.detach().clone() for param in frozen]
     assert train_adapters(model) == train_adapters(twin)
-    with pytest.warns(UserWarning, match=r"as when adapters are merged, call samo.decompress_"):
-        merged = model.merge_and_unload(safe_merge=is_safe)
-    expected = twin.merge_and_unload(safe_merge=is_safe)
-    masks.apply_(expected)
-    state = samo.dense_state_dict(merged)
-    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_adapters_merged_after_decompress_are_those_of_a_dense_base(weights: Any) -> None:
-    base, dense = twins(start := hugging_face("Llama"), samo.prune(start, 0.8), weights=weights)
-    model, twin = with_adapters(base), with_adapters(dense)
-    assert train_adapters(model) == train_adapters(twin)
-    samo.decompress_(model)
-    merged, expected = model.merge_and_unload(), twin.merge_and_unload()
-    state = merged.state_dict()
+    assert all(torch.equal(*pair) for pair in zip(before, frozen))
+    assert not [param for param in frozen if param.grad is not None]
+    expected = twin.merge_and_unload(safe_merge=way == "merged safely")
+    if way == "merged after decompress_":
+        state = samo.decompress_(model).merge_and_unload().state_dict()
+    else:
+        with pytest.warns(UserWarning, match=r"as when adapters are merged, call samo.decompress_"):
+            state = samo.dense_state_dict(model.merge_and_unload(safe_merge=way == "merged safely"))
+        masks.apply_(expected)  # the mask stays
     assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
 
 

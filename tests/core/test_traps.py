@@ -390,28 +390,6 @@ def test_attributes_of_a_parameter_stay_with_it() -> None:
 # Staleness --------------------------------------------------------------------------------------
 
 
-class ZeroLike(torch.optim.SGD):
-    """Writes as ZeroRedundancyOptimizer does when it spreads what a rank has updated."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.copy_(param.data - group["lr"] * param.grad)
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, samo.AdamW, ZeroLike])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_dense_weight_is_fresh_after_a_step(make: Any, dtype: torch.dtype) -> None:
-    model = compressed(dtype)
-    opt = make(model.parameters(), lr=0.05)
-    for x in batches(3, dtype=dtype):
-        step(model, opt, x)
-        held = model[0].weight.detach()
-        values = model.get_parameter("0.weight")
-        assert torch.equal(held[kept(model)], values.to(dtype))
-        assert not held[~kept(model)].any()
-
-
 @pytest.mark.parametrize(
     "double",
     [lambda p: p.data.mul_(2), lambda p: p.detach().numpy().__imul__(2)],
