@@ -105,20 +105,6 @@ def test_many_skipped_steps_in_a_row_are_warned_of() -> None:
     assert opt.skipped_steps == 25
 
 
-def test_it_updates_plain_models_and_parameters_added_later() -> None:
-    model, plain = compressed(), mlp()
-    opt = samo.AdamW(model.parameters(), lr=0.01, kernels="reference")
-    opt.add_param_group({"params": plain.parameters()})
-    twin = copy.deepcopy(plain)
-    theirs = torch.optim.AdamW(twin.parameters(), lr=0.01, foreach=False)
-    for x in batches(5):
-        opt.zero_grad()
-        (loss_of(model, x) + loss_of(plain, x)).backward()
-        opt.step()
-        step(twin, theirs, x)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters()))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -162,25 +162,6 @@ def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
 # torch.func -------------------------------------------------------------------------------------
 
 
-def test_functional_call_takes_other_values_and_dense_weights() -> None:
-    model = compressed()
-    before = model(X)
-    values = {name: 2 * param.detach() for name, param in model.named_parameters()}
-    doubled = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in doubled.parameters():
-            param.mul_(2)
-    assert torch.equal(torch.func.functional_call(model, values, (X,)), doubled(X))
-    dense = {"0.weight": doubled[0].weight.detach()}
-    half = copy.deepcopy(model)
-    with torch.no_grad():
-        half.get_parameter("0.weight").mul_(2)
-    assert torch.equal(torch.func.functional_call(model, dense, (X,)), half(X))
-    assert torch.equal(model(X), before)  # nothing stays behind
-    with pytest.raises(samo.CompressionError, match=r"'0.weight' takes 192 values or a"):
-        torch.func.functional_call(model, {"0.weight": torch.ones(7)}, (X,))
-
-
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_transforms_of_torch_func_give_the_gradients_of_backward(weights: Any) -> None:
     model = compressed(torch.float64, weights=weights)

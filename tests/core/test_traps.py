@@ -746,8 +746,9 @@ def test_autocast_casts_a_weight_anew_at_each_of_its_uses_in_one_pass() -> None:
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_functional_call_expands_values_of_another_mask_with_its_own(weights: Any) -> None:
-    """See docs/limits.md."""
+    """See docs/limits.md. Dense weights are taken as they are."""
     model, other = compressed(weights=weights), compressed(weights=weights)
+    before = model(X)
     params, _ = torch.func.stack_module_state([model, other])
     given = {name: stacked[1] for name, stacked in params.items()}
     found = torch.func.functional_call(model, given, (X,))
@@ -758,6 +759,9 @@ def test_functional_call_expands_values_of_another_mask_with_its_own(weights: An
     assert not torch.equal(found, other(X))
     dense = samo.dense_state_dict(other)
     assert torch.equal(torch.func.functional_call(model, dense, (X,)), other(X))
+    with pytest.raises(samo.CompressionError, match=r"'0.weight' takes 192 values or a"):
+        torch.func.functional_call(model, {"0.weight": torch.ones(7)}, (X,))
+    assert torch.equal(model(X), before)  # nothing stays behind
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
