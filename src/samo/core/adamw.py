@@ -38,8 +38,7 @@ class AdamW(Optimizer):
     is optimizer state.
 
     Lean state is 3 bytes per bfloat16 parameter instead of 10: 8-bit moments with fp32 scales for
-    groups of entries, and 8 bits of the rounding remainder. Moments are off by a few percent. Only
-    NVIDIA GPUs have fast kernels for it.
+    groups of entries, and 8 bits of the rounding remainder. Moments are off by a few percent.
 
     If any gradient has a NaN or an infinity, the whole step does nothing, without waiting for the
     device. ``skipped_steps`` counts such steps, and ten in a row give a warning.
