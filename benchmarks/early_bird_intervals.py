@@ -17,7 +17,7 @@ from pathlib import Path
 
 from samo.data.standard_library import write_library_text
 from samo.train.config import DataConfig, OptimConfig, PruneConfig, RunConfig, TrainConfig
-from samo.train.resolve import first_observation
+from samo.train.rules import first_observation
 from samo.train.trainer import train
 
 __all__ = []

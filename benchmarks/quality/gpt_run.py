@@ -15,8 +15,8 @@ import samo
 from benchmarks.quality.text import Text, even, order, windows
 from samo.memory.predict import TensorSpec, total
 from samo.models.gpt import GPT, GPTConfig
-from samo.train.config import ResolvedOptim
-from samo.train.resolve import learning_rate
+from samo.train.config import OptimConfig
+from samo.train.learning_rate import learning_rate
 
 __all__ = ["QUICK", "Run", "Settings", "matching_shape"]
 
@@ -114,7 +114,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Train, and yield the number of each step that was taken, to the end of the run."""
-        optim = ResolvedOptim(
+        optim = OptimConfig(
             state="exact",
             density_power=0.0,
             lr=self.lr,

@@ -22,8 +22,6 @@ from samo.train.config import (
     ModelConfig,
     OptimConfig,
     PruneConfig,
-    ResolvedConfig,
-    ResolvedOptim,
     RunConfig,
     TrainConfig,
 )
@@ -99,17 +97,16 @@ def read_progress(run: Path, checkpoint: str = "last") -> dict[str, Any]:
     return progress
 
 
-def recorded(run: Path, **changes: Any) -> ResolvedConfig:
+def recorded(run: Path, **changes: Any) -> TrainConfig:
     """Return the settings that a run has recorded, with changes in its section run."""
     config = RunDir(run).config()
-    assert isinstance(config, ResolvedConfig)
+    assert isinstance(config, TrainConfig)
     return replace(config, run=replace(config.run, **changes))
 
 
-def optim(**settings: Any) -> ResolvedOptim:
-    return ResolvedOptim(
-        **{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, "state": "exact", **settings}
-    )
+def optim(**settings: Any) -> OptimConfig:
+    given = {"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, "state": "exact", **settings}
+    return OptimConfig(**given)
 
 
 def new_learner(

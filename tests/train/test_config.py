@@ -12,15 +12,9 @@ from samo.errors import ConfigError
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES
 from samo.train import config as kinds
-from samo.train.config import MeshConfig, ResolvedMesh, TrainConfig
-from samo.train.resolve import (
-    check_batch,
-    doubts,
-    gpt_config,
-    micro_batches,
-    resolve,
-    resolve_resumed,
-)
+from samo.train.config import MeshConfig, TrainConfig
+from samo.train.resolve import gpt_config, resolve, resolve_resumed
+from samo.train.rules import check_batch, doubts, micro_batches
 
 SHARDED = {"shard": "weights"}
 DENSE = {"mode": "dense"}
@@ -177,7 +171,7 @@ def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
     typed = replace(config(run={"steps": 2000}), mesh=before.mesh)  # "auto" is as recorded
     assert resolve_resumed(before, typed) == longer
     alone = replace(before, mesh=MeshConfig())
-    assert resolve_resumed(before, alone).mesh == ResolvedMesh(pipe=1, shard="none")
+    assert resolve_resumed(before, alone).mesh == MeshConfig(pipe=1, shard="none")
     with pytest.raises(ConfigError, match="--width was 128, not 64; leave it out, or start a new"):
         resolve_resumed(before, replace(before, model=replace(before.model, width=64)))
     with pytest.raises(ConfigError, match="--method was magnitude, not rigl"):

@@ -11,7 +11,6 @@ from samo.train.config import (
     ModelConfig,
     OptimConfig,
     PruneConfig,
-    ResolvedConfig,
     RunConfig,
     TrainConfig,
 )
@@ -36,9 +35,6 @@ def test_settings_survive_json() -> None:
     for one in (config, resolve(config)):
         content = json.loads(json.dumps(to_dict(one)))
         assert from_dict(type(one), content, source="a copy") == one
-    del content["run"]["device"]
-    with pytest.raises(ConfigError, match=r"a copy is incomplete: .*'device'"):
-        from_dict(ResolvedConfig, content, source="a copy")
 
 
 def test_a_file_holds_only_what_differs_and_its_paths_start_at_its_folder(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from samo.train.finetune_config import (
     FinetuneOptim,
     FinetunePrune,
     FinetuneRun,
-    ResolvedFinetune,
 )
 from samo.train.planning import choose_layout
 from samo.train.resolve import resolve
@@ -359,7 +358,7 @@ def test_a_longer_run_replaces_its_model(tmp_path: Path, finished: Path) -> None
     (run / ".draft" / "old").mkdir()
     (run / "model" / "note").touch()
     config = RunDir.find(run).config()
-    assert isinstance(config, ResolvedFinetune)
+    assert isinstance(config, FinetuneConfig)
     resume(run, config=replace(config, run=replace(config.run, steps=STEPS + 2)))
     assert not (run / "model" / "note").exists()
     assert not (run / ".draft").exists()

@@ -15,7 +15,8 @@ from samo.cli.commands import Bench
 from samo.cli.console import PatientConsole, columns, say
 from samo.errors import RunError
 from samo.train.launch_env import command_line
-from samo.train.resolve import check_ranges, device_and_dtype
+from samo.train.resolve import device_and_dtype
+from samo.train.rules import check_ranges
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 

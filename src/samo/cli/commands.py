@@ -8,15 +8,16 @@ from tyro.conf import DisallowNone, Positional, arg, subcommand
 
 from samo.bench.settings import KernelsConfig, StepConfig
 from samo.train.config import (
+    AUTO,
     Amount,
     Auto,
     Count,
     DType,
     MaskConfig,
     OptionalPath,
+    OrAuto,
     Range,
     Seed,
-    ShortDType,
     Sparsity,
     Steps,
     TrainConfig,
@@ -78,7 +79,7 @@ class Prune(MaskConfig):
 
     source: Positional[Path]
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
-    sparsity: Sparsity | Auto = "auto"
+    sparsity: OrAuto[Sparsity] = AUTO
     """Fraction of the weights to prune; 0.5 to 0.7 is sensible for language models. auto: that of
     --pattern, or 0.9 for a model of samo train."""
     out: OptionalPath = None
@@ -95,7 +96,7 @@ class Prune(MaskConfig):
     model also examples (.jsonl, .parquet), as samo finetune reads them."""
     samples: Count = 128
     """Pieces of the text to calibrate on."""
-    context: Count | Auto = "auto"
+    context: OrAuto[Count] = AUTO
     """Tokens of a piece. auto: what the model reads, at most 2,048."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
     """Where to compute the model's blocks, one at a time. auto: a GPU if there is one."""
@@ -115,7 +116,7 @@ class Export:
     format: Literal["dense", "compressed", "bitmask"] = "dense"
     """dense: zeros where weights are pruned; every tool reads it. compressed: values and bitmaps,
     for samo. bitmask: the layout sparse-bitmask of compressed-tensors 0.14, for older tools."""
-    dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
+    dtype: DType = AUTO
     """Dtype of the weights. auto: that in which the model computes."""
 
 

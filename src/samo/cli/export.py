@@ -15,6 +15,7 @@ from samo.errors import CheckpointError, ConfigError, MaskError
 from samo.integrations import model_folders
 from samo.integrations.export import check_free, export
 from samo.mask.masks import Masks
+from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
 from samo.train.resolve import DTYPES
 from samo.utils.formatting import percent, size
@@ -28,7 +29,7 @@ def run(command: Export) -> int:
     check_free(out)
     tokenizer = _tokenizer(command.source)
     model, masks, dtype = _open(command.source)
-    if command.dtype != "auto":
+    if command.dtype != AUTO:
         dtype = getattr(torch, DTYPES.get(command.dtype, command.dtype))
     try:
         export(model, out, format=command.format, dtype=dtype, source=tokenizer, masks=masks)

@@ -15,7 +15,8 @@ from samo.cli.text_model import TextModel, with_tokenizer
 from samo.errors import ConfigError, DataError, MaskError
 from samo.integrations import model_folders
 from samo.models.generate import Sampling
-from samo.train.resolve import check_ranges, device_and_dtype
+from samo.train.resolve import device_and_dtype
+from samo.train.rules import check_ranges
 from samo.utils.formatting import count, duration, plain, three_digits
 
 __all__ = []

@@ -26,7 +26,8 @@ from samo.cli.main import parse
 from samo.errors import ConfigError
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
-from samo.train.resolve import check_ranges, resolve
+from samo.train.resolve import resolve
+from samo.train.rules import check_ranges
 
 __all__ = []
 

@@ -25,8 +25,10 @@ from samo.mask.prunable import matrices
 from samo.models.gpt import GPT
 from samo.pruning.prune import prune
 from samo.pruning.zeros import refuse_zeros
+from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
-from samo.train.resolve import check_ranges, device_and_dtype, in_flags, resolve_sparsity
+from samo.train.resolve import device_and_dtype, resolve_sparsity
+from samo.train.rules import check_ranges, in_flags
 from samo.utils.disk_tensors import disk_copy
 from samo.utils.formatting import duration
 
@@ -92,7 +94,7 @@ def _check_flags(command: Prune) -> None:
 
 def _check_sparsity(command: Prune) -> None:
     """Refuse to guess for a language model: the default, for GPTs of samo train, would ruin it."""
-    if command.sparsity == "auto" and command.pattern is None and command.method != "zeros":
+    if command.sparsity == AUTO and command.pattern is None and command.method != "zeros":
         raise ConfigError(
             "how much to prune? --sparsity or --pattern must say; 50-70 % is sensible for language "
             f"models, with wanda or sparsegpt: {prune_command(command.source)}"
@@ -164,7 +166,7 @@ def _batches(model: nn.Module, command: Prune) -> list[Tensor]:
             f"{error}; --calibration needs the model's tokenizer, copy its files there"
         ) from error
     most = min(text.context or _MAX_CONTEXT, _MAX_CONTEXT)
-    context = most if isinstance(command.context, str) else command.context
+    context = most if command.context == AUTO else command.context
     if text.context is not None and context > text.context:
         raise ConfigError(f"--context {context:,} is more than the model's {text.context:,} tokens")
     if not isinstance(model, GPT) and is_example_file(command.calibration):

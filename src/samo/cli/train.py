@@ -13,10 +13,11 @@ from samo.report.findings import held, ranks as mesh_of, warnings
 from samo.report.runs import read_run
 from samo.train import launch_env
 from samo.train.events import Listener
-from samo.train.finetune_config import ResolvedFinetune
+from samo.train.finetune_config import FinetuneConfig
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import again, doubts, resolve, resolve_resumed
+from samo.train.resolve import again, resolve, resolve_resumed
+from samo.train.rules import doubts
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss
@@ -80,7 +81,7 @@ def _train(command: Train | Finetune, console: Console, display: Display) -> Res
             say(console, f"warning: {doubt}")
         if resolved.mesh.reason:
             say(console, resolved.mesh.reason)
-        if isinstance(resolved, ResolvedFinetune) and resolved.prune.prunes:
+        if isinstance(resolved, FinetuneConfig) and resolved.prune.prunes:
             say(console, _how_pruned(resolved.prune.method))
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.name, Path("runs")

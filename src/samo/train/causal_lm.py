@@ -36,12 +36,14 @@ from samo.models.generate import Sampling
 from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import refuse_zeros
-from samo.train.finetune_config import ResolvedFinetune
+from samo.train.config import AUTO
+from samo.train.finetune_config import FinetuneConfig
 from samo.train.launch_env import prune_command
 from samo.train.learner import Learner, compression
 from samo.train.planning import choose_layout
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import in_flags, with_steps
+from samo.train.resolve import with_steps
+from samo.train.rules import in_flags
 from samo.train.run_dir import RunDir
 from samo.train.subject import Subject, Text
 from samo.utils.formatting import percent
@@ -56,9 +58,9 @@ _CALIBRATION_ROWS: Final = 128
 class CausalLMSubject(Subject):
     """A pruned language model that learns examples; ``run`` is the folder of a run that resumes."""
 
-    config: ResolvedFinetune
+    config: FinetuneConfig
 
-    def __init__(self, config: ResolvedFinetune, run: RunDir | None = None) -> None:
+    def __init__(self, config: FinetuneConfig, run: RunDir | None = None) -> None:
         self.config = config
         self._model: nn.Module
         if run is not None:
@@ -70,11 +72,11 @@ class CausalLMSubject(Subject):
                 )
             folder_files.check_entries(self._folder)
             return
-        source = find(config.model.model).hugging_face
+        source = find(config.source).hugging_face
         if source is None:
             raise ConfigError(
-                f"'{config.model.model}' is a GPT of samo train; train it on with samo train TEXT "
-                f"--init {config.model.model}/checkpoints/last"
+                f"'{config.source}' is a GPT of samo train; train it on with samo train TEXT "
+                f"--init {config.source}/checkpoints/last"
             )
         folder_files.check_entries(source)
         self._folder = source
@@ -85,8 +87,8 @@ class CausalLMSubject(Subject):
         """Open the data, with the tokenizer of the model; steps and context follow from both."""
         about = hugging_face.text_config(self._folder)
         data, longest = self.config.data, causal_lm.context_of(about)
-        context: int | str = self.config.model.context
-        if isinstance(context, str):
+        context = self.config.model.context
+        if context == AUTO:
             context = min(_CONTEXT, longest or _CONTEXT)
         if longest is not None and context > longest:
             raise ConfigError(
@@ -117,7 +119,7 @@ class CausalLMSubject(Subject):
         """Return a learner of the compressed model, with its loss in chunks."""
         config = self.config
         torch.manual_seed(config.run.seed)  # of dropout
-        source = checkpoint or config.model.model
+        source = checkpoint or config.source
         model, masks = self._open(source, is_own=checkpoint is not None)
         teacher = self._open_teacher(model)
         found = choose_layout(config, model, masks, teacher, ranks.num_replicas)
@@ -176,7 +178,7 @@ class CausalLMSubject(Subject):
         causal_lm.check_model(model)
 
     def _zeros(self, model: nn.Module) -> Masks:
-        source = self.config.model.model
+        source = self.config.source
         try:
             return Masks.from_zeros(model)
         except MaskError as error:
@@ -204,7 +206,7 @@ class CausalLMSubject(Subject):
             with refuse_zeros(otherwise="leave --sparsity out"):
                 return prune(model, **how)
         except ValueError as error:
-            what = f"cannot prune '{self.config.model.model}'"
+            what = f"cannot prune '{self.config.source}'"
             raise ConfigError(f"{what}: {in_flags(error)}") from error
 
     def _open_teacher(self, model: Any) -> nn.Module | None:
@@ -257,7 +259,7 @@ class CausalLMSubject(Subject):
 class _Loss:
     """The sum of the losses of a batch, those of training with the teacher's part."""
 
-    def __init__(self, config: ResolvedFinetune, teacher: nn.Module | None) -> None:
+    def __init__(self, config: FinetuneConfig, teacher: nn.Module | None) -> None:
         self._teacher = teacher
         self._share, self._temperature = config.model.distill, config.model.temperature
 

@@ -1,8 +1,8 @@
 """The settings of a training run, shared by the command line, TOML files and the Python API.
 
 One dataclass is one section of the file and one group of flags; the string below a field is its
-help, and its type may carry its `Range`. "auto" is a value that follows from others:
-`samo.train.resolve` makes a `ResolvedConfig` of a `TrainConfig`. Imports no torch.
+help, and its type may carry its `Range`. "auto" is a value that follows from others, which
+`samo.train.resolve` fills in. Imports no torch.
 
     [run]                       samo train notes.txt --steps 2000
     steps = 2000                TrainConfig(run=RunConfig(steps=2000), ...)
@@ -11,9 +11,9 @@ help, and its type may carry its `Range`. "auto" is a value that follows from ot
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
-from tyro.conf import DisallowNone, Positional, arg
+from tyro.conf import DisallowNone, Fixed, Positional, Suppress, arg
 
 from samo.models.shapes import ShapeName
 
@@ -23,7 +23,6 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PruneConfig",
-    "ResolvedConfig",
     "RunConfig",
     "TrainConfig",
 ]
@@ -55,16 +54,32 @@ Share = Annotated[float, Range(1e-9, 1)]
 Power = Annotated[float, Range(-3, 3)]
 Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
 Seed = Annotated[int, Range(0, 2**63)]
-Auto = Literal["auto"]
 OptionalPath = Annotated[DisallowNone[Path | None], arg(metavar="PATH", help_behavior_hint="")]
 Files = Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")]
 Pattern = Annotated[DisallowNone[str | None], arg(metavar="N:M", help_behavior_hint="")]
 Names = Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")]
 Method = Literal["magnitude", "random", "early-bird", "gradual", "set", "rigl"]
-DType = Literal["float32", "bfloat16", "float16"]
-ShortDType = Literal["fp32", "bf16", "fp16"]
-Weights = Literal["resident", "streamed"] | int
 Mode = Literal["samo", "dense"]
+
+Value = TypeVar("Value")
+Hidden = Annotated[Value, Fixed, Suppress]
+"""A field that is recorded, and is no flag."""
+Auto = Literal["auto"]
+AUTO: Final[Any] = "auto"
+
+# The type of a setting is that of its resolved value. What a user may write besides it is known to
+# the command line and to the readers of files, which look at types as they run.
+if TYPE_CHECKING:
+    OrAuto = Annotated[Value, AUTO]
+    DType = Literal["float32", "bfloat16", "float16"]
+    Weights = Literal["resident", "streamed"] | int
+else:
+    OrAuto = Value | Auto
+    DType = Annotated[
+        Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "auto"],
+        arg(metavar="{auto,bf16,fp16,fp32}"),
+    ]
+    Weights = Annotated[str | int, arg(metavar="{auto,resident,streamed}|BYTES")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +94,7 @@ class DataConfig:
     """Fraction of the text to hold out if no validation files are given."""
     tokenizer: Literal["bytes"] | Path = "bytes"
     """The word bytes, or a folder with a Hugging Face tokenizer (tokenizer.json)."""
-    vocab_size: Count | Auto = "auto"
+    vocab_size: OrAuto[Count] = AUTO
     """Vocabulary size. auto: that of the tokenizer or of the token files."""
 
 
@@ -89,13 +104,13 @@ class ModelConfig:
 
     shape: ShapeName = "tiny"
     """A named shape; --num-layers, --width, --num-heads and --context override parts of it."""
-    num_layers: Count | Auto = "auto"
+    num_layers: OrAuto[Count] = AUTO
     """Transformer blocks."""
-    width: Count | Auto = "auto"
+    width: OrAuto[Count] = AUTO
     """Model width."""
-    num_heads: Count | Auto = "auto"
+    num_heads: OrAuto[Count] = AUTO
     """Attention heads."""
-    context: Count | Auto = "auto"
+    context: OrAuto[Count] = AUTO
     """Sequence length, in tokens."""
     tied: bool = False
     """Tie the weights of the embedding and the output head."""
@@ -111,7 +126,7 @@ class ModelConfig:
 class MaskConfig:
     """Which weights to prune."""
 
-    sparsity: Sparsity | Auto = "auto"
+    sparsity: OrAuto[Sparsity] = AUTO
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
@@ -125,14 +140,14 @@ class MaskConfig:
     def choice(self) -> dict[str, Any]:
         """Return the weights to prune as arguments of `samo.prune`."""
         found = {entry.name: getattr(self, entry.name) for entry in fields(MaskConfig)}
-        return found | {"sparsity": None if self.sparsity == "auto" else self.sparsity}
+        return found | {"sparsity": None if self.sparsity == AUTO else self.sparsity}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneConfig(MaskConfig):
     """What to prune, and when."""
 
-    dense_steps: Steps | Auto = "auto"
+    dense_steps: OrAuto[Steps] = AUTO
     """Dense steps before pruning. auto: a fifth of all steps; none with --init, --masks, set or
     rigl. With early-bird, the latest step to prune at; auto: half of all steps."""
     method: Method = "magnitude"
@@ -141,10 +156,10 @@ class PruneConfig(MaskConfig):
     by gradient."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
-    mask_every: Count | Auto = "auto"
+    mask_every: OrAuto[Count] = AUTO
     """Steps between two mask observations (early-bird; auto: a 200th of all steps, at least 5) or
     mask updates (gradual, set, rigl; auto: a fortieth of all steps, at most 100)."""
-    mask_stop: Steps | Auto = "auto"
+    mask_stop: OrAuto[Steps] = AUTO
     """Step at which the masks stop changing (gradual, set, rigl). auto: after three quarters of the
     steps that follow the dense phase."""
     queue: Annotated[int, Range(2, 2**31)] = 5
@@ -161,15 +176,15 @@ class PruneConfig(MaskConfig):
 class OptimConfig:
     """AdamW and its learning rate."""
 
-    lr: Amount | Auto = "auto"
+    lr: OrAuto[Amount] = AUTO
     """Peak learning rate. auto: the usual one for the shape."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after warmup. wsd: constant, then linear decay over the last fifth."""
-    warmup_steps: Steps | Auto = "auto"
+    warmup_steps: OrAuto[Steps] = AUTO
     """Linear warmup. auto: a twentieth of all steps, at most 1,000."""
     final_lr: Amount = 0.1
     """Final learning rate, as a fraction of the peak."""
-    density_power: Power | Auto = "auto"
+    density_power: OrAuto[Power] = AUTO
     """Scale the learning rate of a pruned tensor by density to this power: -1 trains it 10 times as
     fast at 90 % sparsity. auto: -1, or 0 with --init."""
     weight_decay: Amount = 0.1
@@ -178,15 +193,15 @@ class OptimConfig:
     """Decay rates of the two moments."""
     eps: Amount = 1e-8
     """Added to the denominator."""
-    state: Literal["auto", "exact", "lean"] = "auto"
+    state: OrAuto[Literal["exact", "lean"]] = AUTO
     """Optimizer state of pruned training: fp32, or 8 bits. auto: exact."""
     clip: Amount = 1.0
     """Maximum gradient norm. 0: no clipping."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommonRun:
-    """The run itself: what ``samo train`` and ``samo finetune`` have in common."""
+class RunConfig:
+    """The run itself."""
 
     steps: Count = 1000
     """Optimizer steps."""
@@ -196,13 +211,13 @@ class CommonRun:
     """Passes per optimizer step, whose gradients are accumulated."""
     seed: Seed = 0
     """Seed of the initial weights and of the data order."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: OrAuto[Literal["cpu", "cuda"]] = AUTO
     """Device to train on. auto: a GPU if there is one."""
-    dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
+    dtype: DType = AUTO
     """Compute dtype. auto: bfloat16 on a GPU that supports it, float32 on a CPU."""
     fp32_gradients: bool = False
     """Keep the gradients of a bfloat16 model in float32, also between ranks."""
-    weights: Annotated[str | int, arg(metavar="{auto,resident,streamed}|BYTES")] = "auto"
+    weights: Weights = AUTO
     """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
     amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time.
     auto: resident."""
@@ -223,15 +238,9 @@ class CommonRun:
     """Length of the sample that the model generates at the end. 0: no sample."""
     wandb: Annotated[DisallowNone[str | None], arg(metavar="PROJECT", help_behavior_hint="")] = None
     """Send metrics to this project of Weights & Biases too, with its package wandb."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig(CommonRun):
-    """The run itself."""
-
     mode: Mode = "samo"
     """samo: prune, and train with compressed state. dense: do not prune, for comparison."""
-    compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
+    compile: bool = False
     """Compile the model's blocks with torch.compile: the first steps take longer, and results round
     differently."""
 
@@ -243,24 +252,28 @@ class MeshConfig:
     plan: bool = False
     """Choose for these ranks and their memory: stages, sharding, weights, state, checkpointing,
     micro-batches. What is given stays."""
-    pipe: Count | Auto = "auto"
+    pipe: OrAuto[Count] = AUTO
     """Pipeline stages to split the model into. auto: 1."""
-    data: Count | Auto = "auto"
+    data: OrAuto[Count] = AUTO
     """Replicas of each stage, which share every batch. auto: as many as there are ranks for."""
-    micro_batches: Count | Auto = "auto"
+    micro_batches: OrAuto[Count] = AUTO
     """Micro-batches per pass through the pipeline. auto: two for each stage."""
     stages_per_rank: Count = 1
     """Stages on each rank of the pipeline. With 2, ranks idle less and send more."""
-    shard: Literal["auto", "none", "weights"] = "auto"
+    shard: OrAuto[Literal["none", "weights"]] = AUTO
     """weights: shard the pruned model and its state over the replicas with FSDP2, and stream the
     weights. The dense phase is not sharded. auto: none."""
     timeout_s: Annotated[float, Range(0.1)] = 600.0
     """Seconds that a rank waits for another one before the run fails."""
+    planned: Hidden[tuple[str, ...]] = ()
+    """The settings, of any section, that ``plan`` has chosen."""
+    reason: Hidden[str] = ""
+    """Why, in one line."""
 
     @property
     def num_stages(self) -> int:
         """The stages that were asked for."""
-        return 1 if isinstance(self.pipe, str) else self.pipe
+        return 1 if self.pipe == AUTO else self.pipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,74 +295,6 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedModel(ModelConfig):
-    """`ModelConfig` without "auto"."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    context: int
-    checkpointing: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedPrune(PruneConfig):
-    """`PruneConfig` without "auto"."""
-
-    sparsity: float
-    dense_steps: int
-    mask_every: int
-    mask_stop: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedOptim(OptimConfig):
-    """`OptimConfig` without "auto"."""
-
-    lr: float
-    warmup_steps: int
-    density_power: float
-    state: Literal["exact", "lean"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedRun(RunConfig):
-    """`RunConfig` without "auto"."""
-
-    device: Literal["cpu", "cuda"]
-    dtype: DType
-    weights: Weights
-    compile: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedMesh(MeshConfig):
-    """`MeshConfig` without "auto", but for replicas and micro-batches."""
-
-    pipe: int
-    shard: Literal["none", "weights"]
-    planned: tuple[str, ...] = ()
-    """The settings, of any section, that ``plan`` has chosen."""
-    reason: str = ""
-    """Why, in one line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedConfig(TrainConfig):
-    """The settings as a run uses and records them.
-
-    What the text and the number of ranks decide stays "auto": the vocabulary size, replicas and
-    micro-batches. A run may resume on another number of ranks.
-    """
-
-    model: ResolvedModel
-    prune: ResolvedPrune
-    optim: ResolvedOptim
-    run: ResolvedRun
-    mesh: ResolvedMesh
 
     @property
     def name(self) -> str:

@@ -81,10 +81,7 @@ def from_dict(
                     f"{source}: '{name}.{key}' takes {_named(hints[key])}, got {got}"
                 ) from None
         sections[name] = section
-    try:
-        return kind(**{name: kinds[name](**values) for name, values in sections.items()})
-    except TypeError as error:  # a record without all of its settings
-        raise ConfigError(f"{source} is incomplete: {error}") from None
+    return kind(**{name: kinds[name](**values) for name, values in sections.items()})
 
 
 def typed(value: Any, hint: Any, folder: Path | None = None) -> Any:

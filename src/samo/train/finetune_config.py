@@ -5,32 +5,33 @@ Imports no torch.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, Final, Literal
 
 from tyro.conf import DisallowNone, Positional, arg
 
 from samo.train.config import (
+    AUTO,
     Amount,
-    Auto,
-    CommonRun,
     Count,
     Files,
     Fraction,
+    Hidden,
     MaskConfig,
+    MeshConfig,
     OptimConfig,
     OptionalPath,
+    OrAuto,
     Power,
     Range,
-    ResolvedConfig,
-    ResolvedMesh,
-    ResolvedOptim,
-    ResolvedRun,
+    RunConfig,
     Seed,
     Share,
     Steps,
+    TrainConfig,
+    Weights,
 )
 
-__all__ = ["FinetuneConfig", "ResolvedFinetune"]
+__all__ = ["FinetuneConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class FinetuneModel:
 
     model: Annotated[Positional[OptionalPath], arg(metavar="MODEL_DIR")] = None
     """A Hugging Face folder: dense with zeros, compressed by samo, or to be pruned."""
-    context: Count | Auto = "auto"
+    context: OrAuto[Count] = AUTO
     """Sequence length, in tokens. auto: 1,024, or that of the model if it is shorter."""
     checkpointing: Annotated[
         DisallowNone[bool | None], arg(help_behavior_hint="(default: on a GPU)")
@@ -73,7 +74,7 @@ class FinetuneModel:
 class FinetunePrune(MaskConfig):
     """Which weights are pruned. By default those that the folder says, or that are 0."""
 
-    sparsity: Annotated[float, Range(0, 1, "0.7 prunes 70 %")] | Auto = "auto"
+    sparsity: OrAuto[Annotated[float, Range(0, 1, "0.7 prunes 70 %")]] = AUTO
     """Prune the model first, to this sparsity. auto: it is pruned, or --pattern says how."""
     method: Literal["magnitude", "random", "wanda", "sparsegpt"] = "wanda"
     """How to prune. wanda and sparsegpt calibrate on some of the training data."""
@@ -83,7 +84,7 @@ class FinetunePrune(MaskConfig):
     @property
     def prunes(self) -> bool:
         """Whether the run prunes the model before it trains it."""
-        return self.sparsity != "auto" or self.pattern is not None
+        return self.sparsity != AUTO or self.pattern is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,48 +94,51 @@ class FinetuneOptim(OptimConfig):
     lr: Amount = 2e-5
     """Peak learning rate: usual for all weights of a pretrained model. Heavily pruned models, and
     small ones, recover faster with up to 10 times as much."""
-    warmup_steps: Steps | Auto = "auto"
+    warmup_steps: OrAuto[Steps] = AUTO
     """Linear warmup. auto: 3 % of all steps."""
     final_lr: Amount = 0.0
     density_power: Power = 0.0
     """Scale the learning rate of a pruned tensor by density to this power."""
     weight_decay: Amount = 0.01
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    state: Literal["auto", "exact", "lean"] = "auto"
+    state: OrAuto[Literal["exact", "lean"]] = AUTO
     """Optimizer state: fp32, or 8 bits. auto: exact, if it fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneRun(CommonRun):
+class FinetuneRun(RunConfig):
     """The run itself."""
 
-    steps: Count | Auto = "auto"  # type: ignore[assignment]
+    steps: OrAuto[Count] = AUTO
     """Optimizer steps. auto: what --epochs take."""
-    epochs: Annotated[float, Range(1e-9)] | Auto = "auto"
+    epochs: OrAuto[Annotated[float, Range(1e-9)]] = AUTO
     """Passes over the data, in place of --steps. auto: 1."""
     batch_size: Count = 8
     seed: Seed = 0
     """Seed of the data order, and of ties between weights to prune."""
-    weights: Annotated[str | int, arg(metavar="{auto,resident,streamed}|BYTES")] = "auto"
+    weights: Weights = AUTO
     """Keep the dense weights in memory, or expand each one when it is used; an amount such as 4GB
     keeps that much. auto: by what fits, and is fastest."""
     eval_every: Count = 50
     """Steps between validations. One precedes the first step."""
     sample_tokens: Steps = 100
+    mode: Hidden[Literal["samo"]] = "samo"
+    compile: Hidden[Literal[False]] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneMesh:
+class FinetuneMesh(MeshConfig):
     """Replicas, for runs under torchrun or samo launch."""
 
-    data: Annotated[Count | Auto, arg(name="replicas")] = "auto"
+    data: Annotated[OrAuto[Count], arg(name="replicas")] = AUTO
     """Replicas, which share every batch. auto: one for each rank."""
-    shard: Literal["auto", "none", "weights"] = "auto"
+    shard: OrAuto[Literal["none", "weights"]] = AUTO
     """weights: shard the model and its state over the ranks with FSDP2, and stream the weights.
     auto: none."""
-    timeout_s: Annotated[float, Range(0.1)] = 600.0
-    """Seconds that a rank waits for another one before the run fails."""
-    num_stages: ClassVar[int] = 1
+    plan: Hidden[Literal[False]] = False
+    pipe: Hidden[Literal[1]] = 1
+    micro_batches: Hidden[Literal[1]] = 1
+    stages_per_rank: Hidden[Literal[1]] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,49 +165,20 @@ class FinetuneConfig:
     run: FinetuneRun = field(default_factory=FinetuneRun)
     mesh: FinetuneMesh = field(default_factory=FinetuneMesh)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFinetuneModel(FinetuneModel):
-    """`FinetuneModel` without "auto"."""
-
-    model: Path
-    context: int
-    checkpointing: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFinetuneRun(ResolvedRun):
-    """`FinetuneRun` without "auto"."""
-
-    epochs: float | Auto
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFinetune:
-    """The settings as a run uses and records them.
-
-    Until data and model are in hand, steps, warmup, weights and state may be "auto".
-    """
-
-    kind = FinetuneConfig.kind
-
-    model: ResolvedFinetuneModel
-    data: FinetuneData
-    prune: FinetunePrune
-    optim: ResolvedOptim
-    run: ResolvedFinetuneRun
-    mesh: ResolvedMesh
-
     @property
     def name(self) -> str:
         """What a run is called by default."""
-        return self.model.model.name
+        return self.source.name
+
+    @property
+    def source(self) -> Path:
+        """The folder of the model."""
+        assert self.model.model is not None  # or `resolve` has refused it
+        return self.model.model
 
 
-Resolved = ResolvedConfig | ResolvedFinetune
-"""What the loop takes."""
+Config = TrainConfig | FinetuneConfig
+"""What the loop takes, resolved."""
 
-KINDS: dict[str, type[ResolvedConfig] | type[ResolvedFinetune]] = {
-    each.kind: each for each in (ResolvedConfig, ResolvedFinetune)
-}
+KINDS: Final[dict[str, Any]] = {each.kind: each for each in (TrainConfig, FinetuneConfig)}
 """The settings of the kinds of runs, by the commands that start them."""

@@ -15,7 +15,7 @@ from samo.errors import DataError
 from samo.models.generate import generate
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
-from samo.train.config import ResolvedConfig
+from samo.train.config import AUTO, TrainConfig
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.pipelined_gpt import PipelinedGPT
@@ -30,9 +30,9 @@ __all__ = []
 class GPTSubject(Subject):
     """A GPT that learns a text from scratch, or from the weights of a checkpoint."""
 
-    config: ResolvedConfig
+    config: TrainConfig
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self.config = config
 
     @property
@@ -43,7 +43,7 @@ class GPTSubject(Subject):
         """Open the text; its vocabulary is the model's."""
         data, context = self.config.data, self.config.model.context
         tokenizer = open_tokenizer(str(data.tokenizer))
-        known = None if data.vocab_size == "auto" else data.vocab_size
+        known = None if data.vocab_size == AUTO else data.vocab_size
         how: dict[str, Any] = {"tokenizer": tokenizer, "cache": out / "data", "vocab_size": known}
         train = open_tokens(data.train, **how)
         if data.valid:

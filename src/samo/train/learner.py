@@ -34,10 +34,10 @@ from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
 from samo.train.events import Accounted, Phase
-from samo.train.finetune_config import Resolved
+from samo.train.finetune_config import Config
 from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import MOVING
+from samo.train.rules import MOVING
 
 __all__ = []
 
@@ -58,7 +58,7 @@ def gpt_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for path, module in model.named_modules() if _BLOCK.fullmatch(path)]
 
 
-def compression(config: Resolved, ranks: RankGroup) -> dict[str, Any]:
+def compression(config: Config, ranks: RankGroup) -> dict[str, Any]:
     """Return the dtypes of a compressed model, as options of `samo.compress_`."""
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     is_bf16 = dtype == torch.bfloat16
@@ -89,7 +89,7 @@ class Learner:
     def __init__(
         self,
         model: nn.Module,
-        config: Resolved,
+        config: Config,
         *,
         ranks: RankGroup | None = None,
         stages: PipelinedGPT | None = None,

@@ -2,12 +2,12 @@
 
 import math
 
-from samo.train.config import ResolvedOptim
+from samo.train.config import OptimConfig
 
 __all__ = []
 
 
-def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
+def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
     """Return the learning rate of a step, counted from 1 to ``steps``."""
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps

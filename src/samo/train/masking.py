@@ -20,9 +20,9 @@ from samo.pruning.mask_schedules import DynamicSparse, GradualPruning
 from samo.pruning.prune import prune
 from samo.pruning.scope import decide
 from samo.train import events
-from samo.train.config import ResolvedConfig
+from samo.train.config import TrainConfig
 from samo.train.learner import Learner
-from samo.train.resolve import MOVING, first_observation, in_flags
+from samo.train.rules import MOVING, first_observation, in_flags
 
 __all__ = []
 
@@ -32,7 +32,7 @@ _CHANGES: Final = "mask_changes"
 class Masking:
     """The masks of one run of ``samo train``."""
 
-    def __init__(self, config: ResolvedConfig, learner: Learner) -> None:
+    def __init__(self, config: TrainConfig, learner: Learner) -> None:
         self._config: Final = config
         self._learner: Final = learner
         self._given: Masks | None = None

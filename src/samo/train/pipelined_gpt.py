@@ -12,9 +12,9 @@ from samo.models.shapes import GPTConfig
 from samo.pipeline.partition import partition
 from samo.pipeline.pipeline import Pipeline
 from samo.pipeline.split import parameter_costs, take_apart
-from samo.train.config import ResolvedConfig
+from samo.train.config import TrainConfig
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import micro_batches
+from samo.train.rules import micro_batches
 
 __all__ = []
 
@@ -22,7 +22,7 @@ __all__ = []
 class PipelinedGPT:
     """A GPT of which this rank has one stage; initial weights are those of one process."""
 
-    def __init__(self, config: ResolvedConfig, shape: GPTConfig, ranks: RankGroup) -> None:
+    def __init__(self, config: TrainConfig, shape: GPTConfig, ranks: RankGroup) -> None:
         with torch.device("meta"):
             whole = GPT(shape)
         layers = take_apart(whole)

@@ -1,7 +1,7 @@
 """What `samo.plan` decides for a run: its layout with ``--plan``, and what does not fit at all."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,10 +19,11 @@ from samo.planner.modules import from_module, pruned_by_masks
 from samo.planner.network import ENDS, gpt
 from samo.planner.search import choose, dense_phase, layouts
 from samo.planner.this_machine import this_cluster
-from samo.train.config import ResolvedConfig, TrainConfig
-from samo.train.finetune_config import ResolvedFinetune
+from samo.train.config import AUTO, TrainConfig
+from samo.train.finetune_config import FinetuneConfig
 from samo.train.launch_env import num_ranks
-from samo.train.resolve import gpt_config, micro_batches
+from samo.train.resolve import gpt_config
+from samo.train.rules import micro_batches, problems
 from samo.utils.formatting import size
 
 __all__ = ["planned"]
@@ -34,24 +35,21 @@ _VOCAB: Final = 50_304
 # samo train
 
 
-def planned(
-    config: TrainConfig, resolved: ResolvedConfig, works: Callable[[ResolvedConfig], bool]
-) -> ResolvedConfig:
+def planned(config: TrainConfig, resolved: TrainConfig) -> TrainConfig:
     """Return the settings with the fastest layout that fits these ranks and their device.
 
     Args:
         config: What was asked for: its settings that are not "auto" stay.
         resolved: The same, with defaults for "auto".
-        works: Says which settings work together.
 
     Raises:
         ConfigError: No layout that the settings allow fits.
     """
     count = dist.get_world_size() if dist.is_initialized() else num_ranks()
     cluster, job = this_cluster(resolved.run.device, count), _job(resolved)
-    weights = "auto" if config.run.weights == "auto" else resolved.run.weights
+    weights = AUTO if config.run.weights == AUTO else resolved.run.weights
     allowed = _allowed(config, weights, job, cluster)
-    among = [one for one in allowed if works(_applied(config, resolved, one))]
+    among = [one for one in allowed if not any(problems(_applied(config, resolved, one)))]
     if has_dense := _has_dense_phase(resolved):
         among = _with_dense_phase(among, job, cluster)
     best, why = choose(job, cluster, among, budgets=weights == "auto")
@@ -62,14 +60,14 @@ def planned(
     return _applied(config, resolved, best.layout, reason)
 
 
-def check_memory(config: ResolvedConfig, num_replicas: int) -> None:
+def check_memory(config: TrainConfig, num_replicas: int) -> None:
     """Refuse a model that takes more than all memory of the device, before it takes any."""
     run, pipe = config.run, config.mesh.pipe
     job, rows = _job(config), -(-run.batch_size // num_replicas)
     layout = Layout(
         weights=run.weights,
         state=config.optim.state,
-        checkpointing=config.model.checkpointing,
+        checkpointing=bool(config.model.checkpointing),
         pipe=pipe,
         data=num_replicas,
         shard=config.mesh.shard == "weights" and num_replicas > 1,
@@ -91,7 +89,7 @@ def check_memory(config: ResolvedConfig, num_replicas: int) -> None:
         )
 
 
-def _job(config: ResolvedConfig) -> Job:
+def _job(config: TrainConfig) -> Job:
     run = config.run
     network = gpt(gpt_config(config.model, _vocab_size(config)))
     return Job(
@@ -102,13 +100,13 @@ def _job(config: ResolvedConfig) -> Job:
     )
 
 
-def _has_dense_phase(config: ResolvedConfig) -> bool:
+def _has_dense_phase(config: TrainConfig) -> bool:
     prune = config.prune
     return config.run.mode != "dense" and (prune.dense_steps > 0 or prune.method == "gradual")
 
 
-def _vocab_size(config: ResolvedConfig) -> int:
-    if not isinstance(config.data.vocab_size, str):
+def _vocab_size(config: TrainConfig) -> int:
+    if config.data.vocab_size != AUTO:
         return config.data.vocab_size
     if any(path.suffix in (".npy", ".bin") for path in config.data.train):
         return _VOCAB
@@ -138,9 +136,7 @@ def _allowed(
             own not in seen
             and mesh.pipe in ("auto", own.pipe)
             and mesh.data in ("auto", own.data)
-            and (
-                mesh.shard == "auto" or cluster.num_gpus == 1 or own.shard == (mesh.shard != "none")
-            )
+            and (mesh.shard == AUTO or cluster.num_gpus == 1 or own.shard == (mesh.shard != "none"))
             and (own.pipe > 1 or own.micro_batch == rows)
         ):
             seen.add(own)
@@ -148,8 +144,8 @@ def _allowed(
 
 
 def _applied(
-    config: TrainConfig, resolved: ResolvedConfig, own: Layout, reason: str = ""
-) -> ResolvedConfig:
+    config: TrainConfig, resolved: TrainConfig, own: Layout, reason: str = ""
+) -> TrainConfig:
     """Return the settings with a layout in place of each "auto"."""
     found: dict[str, Any] = {
         "pipe": own.pipe,
@@ -189,7 +185,7 @@ def _with_dense_phase(among: list[Layout], job: Job, cluster: Cluster) -> list[L
 
 
 def choose_layout(
-    config: ResolvedFinetune, model: nn.Module, masks: Masks, teacher: nn.Module | None, ranks: int
+    config: FinetuneConfig, model: nn.Module, masks: Masks, teacher: nn.Module | None, ranks: int
 ) -> tuple[Any, Any, str]:
     """Return how to keep weights and state where that is "auto", and why; "" if nothing is.
 
@@ -230,7 +226,7 @@ def choose_layout(
             data=ranks,
             shard=config.mesh.shard == "weights" and ranks > 1,
             micro_batch=-(-run.batch_size // ranks),
-            checkpointing=config.model.checkpointing,
+            checkpointing=bool(config.model.checkpointing),
         )
         for kept, state in itertools.product(weights, states)
     ]

@@ -26,7 +26,7 @@ from samo.distributed import mesh as meshes
 from samo.distributed.ranks import Ranks
 from samo.distributed.watchdog import Watchdog, listed
 from samo.errors import ConfigError, PeerError, SamoError, first_words
-from samo.train.config import MeshConfig
+from samo.train.config import AUTO, MeshConfig
 from samo.train.launch_env import num_ranks
 from samo.utils.collectives import backend_of
 
@@ -91,7 +91,7 @@ class RankGroup:
         """Join the ranks that torchrun or samo launch has started."""
         is_initialized = dist.is_available() and dist.is_initialized()
         size = dist.get_world_size() if is_initialized else num_ranks()
-        data = None if isinstance(settings.data, str) else settings.data
+        data = None if settings.data == AUTO else settings.data
         try:
             meshes.check_sizes({"pipe": settings.num_stages, "data": data}, size)
         except ValueError as error:

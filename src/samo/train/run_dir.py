@@ -24,7 +24,7 @@ from samo.checkpoint import remove
 from samo.checkpoint.manifest import NAME
 from samo.errors import ConfigError, RunError
 from samo.train.config_io import from_dict
-from samo.train.finetune_config import KINDS, Resolved
+from samo.train.finetune_config import KINDS, Config
 from samo.utils import atomic_io, untrusted
 
 __all__ = []
@@ -160,7 +160,7 @@ class RunDir:
             )
         return found
 
-    def config(self) -> Resolved:
+    def config(self) -> Config:
         """Return the settings that run.json records."""
         record = self.read_run()
         kind = record.get("kind", "train")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from samo.train.config_io import to_dict
-from samo.train.finetune_config import Resolved
+from samo.train.finetune_config import Config
 from samo.train.launch_env import command_line, launcher
 from samo.train.learner import Learner
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import micro_batches
+from samo.train.rules import micro_batches
 from samo.train.subject import Subject
 from samo.utils.environment import hardware, versions
 
@@ -38,7 +38,7 @@ def run_record(subject: Subject, out: Path, learner: Learner) -> dict[str, Any]:
     }
 
 
-def launch_record(config: Resolved, ranks: RankGroup) -> dict[str, Any]:
+def launch_record(config: Config, ranks: RankGroup) -> dict[str, Any]:
     """Return the part of run.json that may change when a run resumes."""
     sizes = {"pipe": ranks.num_stages, "data": ranks.num_replicas}
     if ranks.num_stages > 1:

@@ -12,7 +12,7 @@ from samo.data.tokenizers import Tokenizer, open_tokenizer
 from samo.errors import DataError
 from samo.models.generate import Pieces, Sampling, stream
 from samo.models.gpt import GPT
-from samo.train.config import ResolvedConfig
+from samo.train.config import TrainConfig
 from samo.train.run_dir import RunDir
 
 __all__ = []
@@ -60,7 +60,7 @@ class RunText:
 
 def _open_tokenizer(run: RunDir) -> Tokenizer:
     config = run.config()
-    assert isinstance(config, ResolvedConfig)  # that of a GPT
+    assert isinstance(config, TrainConfig)  # that of a GPT
     try:
         return open_tokenizer(str(config.data.tokenizer))
     except DataError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samo.data.sources import Data
 from samo.data.tokenizers import Tokenizer
-from samo.train.finetune_config import Resolved
+from samo.train.finetune_config import Config
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.rank_group import RankGroup
@@ -36,7 +36,7 @@ class Text(NamedTuple):
 class Subject:
     """A model, from its settings to the learner that trains it."""
 
-    config: Resolved  # `open_text` and `new_learner` fill in what text and model decide
+    config: Config  # `open_text` and `new_learner` fill in what text and model decide
     text: Text  # once it is open
     reason = ""  # why weights and state are kept as they are; "" if the settings say so
 

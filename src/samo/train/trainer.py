@@ -29,16 +29,16 @@ from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.train import events
 from samo.train.checkpointing import RunState, Saver
-from samo.train.config import TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
-from samo.train.finetune_config import FinetuneConfig, Resolved, ResolvedFinetune
+from samo.train.finetune_config import Config, FinetuneConfig
 from samo.train.gpt_subject import GPTSubject
 from samo.train.learning_rate import learning_rate
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard, WandB
 from samo.train.rank_group import Interrupt, RankGroup
-from samo.train.resolve import again, check_batch, resolve, resolve_resumed
+from samo.train.resolve import again, resolve, resolve_resumed
+from samo.train.rules import check_batch
 from samo.train.run_dir import RunDir, check_free
 from samo.train.run_record import launch_record, run_record
 from samo.train.subject import Subject, Text
@@ -64,7 +64,7 @@ class Result(NamedTuple):
 
 
 def train(
-    config: TrainConfig | FinetuneConfig | Resolved,
+    config: Config,
     out: Path,
     *,
     listeners: Iterable[Listener] = (),
@@ -79,7 +79,7 @@ def train(
         SamoError: Settings, text, masks or folder cannot be used, the run has diverged, a
             checkpoint cannot be written, or another rank failed.
     """
-    resolved = config if isinstance(config, Resolved) else resolve(config)
+    resolved: Config = resolve(config)
     with _joined(resolved, ranks) as ranks, ExitStack() as stack:
         ranks.run_on_rank0("the run folder", lambda: check_free(out))
         subject = subject_of(resolved)
@@ -101,7 +101,7 @@ def train(
 def resume(
     path: Path,
     *,
-    config: TrainConfig | FinetuneConfig | Resolved | None = None,
+    config: Config | None = None,
     listeners: Iterable[Listener] = (),
     ranks: RankGroup | None = None,
 ) -> Result:
@@ -143,7 +143,7 @@ def resume(
 
 
 @contextmanager
-def _joined(config: Resolved, ranks: RankGroup | None) -> Iterator[RankGroup]:
+def _joined(config: Config, ranks: RankGroup | None) -> Iterator[RankGroup]:
     """Join the ranks of a run, all of which have the same settings, and watch them."""
     ranks = ranks or RankGroup.join(config.mesh, config.run.device)
     with ranks.watched():
@@ -170,9 +170,9 @@ def _open_same_text(subject: Subject, run: RunDir) -> Text:
     return text
 
 
-def subject_of(config: Resolved, run: RunDir | None = None) -> Subject:
+def subject_of(config: Config, run: RunDir | None = None) -> Subject:
     """Return the model and data of a run; ``run`` is its folder if it resumes."""
-    if isinstance(config, ResolvedFinetune):
+    if isinstance(config, FinetuneConfig):
         from samo.train.causal_lm import CausalLMSubject  # what samo train does not need
 
         return CausalLMSubject(config, run)
@@ -196,7 +196,7 @@ class Trainer:
         self.folder = folder
         self.subject = state.subject
         self.text = state.subject.text
-        self.config: Resolved = state.subject.config
+        self.config: Config = state.subject.config
         self.learner, self.masking, self.batches = state.learner, state.masking, state.batches
         self.ranks = state.learner.ranks
         self.progress = progress = state.progress
