@@ -1,7 +1,6 @@
 """What `samo.plan` decides for a run: its layout with ``--plan``, and what does not fit at all."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from samo.planner.network import ENDS, gpt
 from samo.planner.search import choose, dense_phase, layouts
 from samo.planner.this_machine import this_cluster
 from samo.train.config import AUTO, TrainConfig
-from samo.train.finetune_config import FinetuneConfig
+from samo.train.finetune_config import Config, FinetuneConfig
 from samo.train.launch_env import num_ranks
 from samo.train.resolve import gpt_config
 from samo.train.rules import micro_batches, problems
@@ -47,12 +46,18 @@ def planned(config: TrainConfig, resolved: TrainConfig) -> TrainConfig:
     """
     count = dist.get_world_size() if dist.is_initialized() else num_ranks()
     cluster, job = this_cluster(resolved.run.device, count), _job(resolved)
-    weights = AUTO if config.run.weights == AUTO else resolved.run.weights
-    allowed = _allowed(config, weights, job, cluster)
-    among = [one for one in allowed if not any(problems(_applied(config, resolved, one)))]
+    among = []
+    # A pass is a batch; without a pipeline it is not cut.
+    for layout in layouts(replace(job, batch=config.run.batch_size), cluster, _scheme(config)):
+        settings = _applied(config, resolved, layout)
+        own = layout_of(settings, layout.data)
+        is_same_mesh = (own.pipe, own.shard) == (layout.pipe, layout.shard)
+        is_allowed = is_same_mesh and config.mesh.data in (AUTO, own.data)
+        if is_allowed and own not in among and not any(problems(settings)):
+            among.append(own)
     if has_dense := _has_dense_phase(resolved):
         among = _with_dense_phase(among, job, cluster)
-    best, why = choose(job, cluster, among, budgets=weights == "auto")
+    best, why = choose(job, cluster, among, budgets=config.run.weights == AUTO)
     reason = f"planned: {why}"
     if has_dense:
         dense = dense_phase(job, best.layout, cluster)
@@ -60,19 +65,25 @@ def planned(config: TrainConfig, resolved: TrainConfig) -> TrainConfig:
     return _applied(config, resolved, best.layout, reason)
 
 
-def check_memory(config: TrainConfig, num_replicas: int) -> None:
-    """Refuse a model that takes more than all memory of the device, before it takes any."""
-    run, pipe = config.run, config.mesh.pipe
-    job, rows = _job(config), -(-run.batch_size // num_replicas)
-    layout = Layout(
+def layout_of(config: Config, num_replicas: int) -> Layout:
+    """Return the layout of resolved settings."""
+    run, mesh, rows = config.run, config.mesh, -(-config.run.batch_size // num_replicas)
+    return Layout(
+        scheme=_scheme(config),
         weights=run.weights,
         state=config.optim.state,
         checkpointing=bool(config.model.checkpointing),
-        pipe=pipe,
+        pipe=mesh.pipe,
         data=num_replicas,
-        shard=config.mesh.shard == "weights" and num_replicas > 1,
-        micro_batch=-(-rows // micro_batches(config, num_replicas)) if pipe > 1 else rows,
+        shard=mesh.shard == "weights" and num_replicas > 1,
+        micro_batch=-(-rows // micro_batches(config, num_replicas)) if mesh.pipe > 1 else rows,
     )
+
+
+def check_memory(config: TrainConfig, num_replicas: int) -> None:
+    """Refuse a model that takes more than all memory of the device, before it takes any."""
+    run, pipe = config.run, config.mesh.pipe
+    job, layout = _job(config), layout_of(config, num_replicas)
     when, needed = "at the start", 4.0 * job.network.num_params / pipe  # fp32, until compressed
     if run.mode == "dense" or _has_dense_phase(config):
         dense = replace(layout, scheme="autocast", weights="resident", state="exact", shard=False)
@@ -105,42 +116,16 @@ def _has_dense_phase(config: TrainConfig) -> bool:
     return config.run.mode != "dense" and (prune.dense_steps > 0 or prune.method == "gradual")
 
 
+def _scheme(config: Config) -> Scheme:
+    return "autocast" if config.run.mode == "dense" else "samo"
+
+
 def _vocab_size(config: TrainConfig) -> int:
     if config.data.vocab_size != AUTO:
         return config.data.vocab_size
     if any(path.suffix in (".npy", ".bin") for path in config.data.train):
         return _VOCAB
     return open_tokenizer(str(config.data.tokenizer)).vocab_size
-
-
-def _allowed(
-    config: TrainConfig, weights: str | int, job: Job, cluster: Cluster
-) -> Iterator[Layout]:
-    """Yield the layouts that have all settings that were given."""
-    run, mesh = config.run, config.mesh
-    scheme: Scheme = "autocast" if run.mode == "dense" else "samo"
-    given: dict[str, Any] = {
-        "state": config.optim.state,
-        "checkpointing": config.model.checkpointing,
-        "weights": weights,
-    }
-    given = {name: value for name, value in given.items() if value not in ("auto", None)}
-    seen = set()
-    # A pass is a batch; without a pipeline it is not cut.
-    for layout in layouts(replace(job, batch=run.batch_size), cluster, scheme):
-        rows = -(-run.batch_size // layout.data)
-        own = replace(layout, **given)
-        if layout.pipe > 1 and isinstance(mesh.micro_batches, int):
-            own = replace(own, micro_batch=-(-rows // mesh.micro_batches))
-        if (
-            own not in seen
-            and mesh.pipe in ("auto", own.pipe)
-            and mesh.data in ("auto", own.data)
-            and (mesh.shard == AUTO or cluster.num_gpus == 1 or own.shard == (mesh.shard != "none"))
-            and (own.pipe > 1 or own.micro_batch == rows)
-        ):
-            seen.add(own)
-            yield own
 
 
 def _applied(
@@ -219,16 +204,7 @@ def choose_layout(
         taken = sum(param.nbytes for param in teacher.parameters())
         left = max(cluster.hardware.memory_bytes - taken, 1.0)
         cluster = replace(cluster, hardware=replace(cluster.hardware, memory_bytes=left))
-    among = [
-        Layout(
-            weights=kept,
-            state=state,
-            data=ranks,
-            shard=config.mesh.shard == "weights" and ranks > 1,
-            micro_batch=-(-run.batch_size // ranks),
-            checkpointing=bool(config.model.checkpointing),
-        )
-        for kept, state in itertools.product(weights, states)
-    ]
+    own = layout_of(config, ranks)
+    among = [replace(own, weights=w, state=s) for w, s in itertools.product(weights, states)]
     best, reason = choose(job, cluster, among, budgets=asked[0] == "auto")
     return best.layout.weights, best.layout.state, reason

@@ -156,7 +156,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str, str]]:
     yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
     if config.mesh.shard == "weights" and run.mode != "dense":
         yield lean, "--shard weights", "shards may split values at any place"
-        held = f"--weights {run.weights}" if isinstance(run.weights, int) else ""
+        held = "" if run.weights in ("streamed", AUTO) else f"--weights {run.weights}"
         yield held, "--shard weights", ""
     if isinstance(config, TrainConfig):
         yield from _train_conflicts(config)
