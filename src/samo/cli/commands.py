@@ -35,28 +35,26 @@ class Demo:
     """Output folder. By default runs/demo, or runs/demo-2 and so on."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Train(TrainConfig):
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Where settings come from, and where a run goes."""
+
+    config: OptionalPath = None
+    """TOML file with settings. Flags override it."""
+    resume: OptionalPath = None
+    """Resume the run in this folder."""
+    out: OptionalPath = None
+    """Run folder. By default runs/NAME-OF-TEXT-OR-MODEL, with -2, -3, ... if that exists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(RunFolder, TrainConfig):
     """Train a GPT on your text: densely at first, then pruned, with compressed state."""
 
-    config: OptionalPath = None
-    """TOML file with settings. Flags override it."""
-    resume: OptionalPath = None
-    """Resume the run in this folder."""
-    out: OptionalPath = None
-    """Run folder. By default runs/NAME-OF-THE-TEXT, with -2, -3, ... added if it exists."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finetune(FinetuneConfig):
+@dataclass(frozen=True, kw_only=True)
+class Finetune(RunFolder, FinetuneConfig):
     """Train a pruned language model of Hugging Face, or prune one and train it."""
-
-    config: OptionalPath = None
-    """TOML file with settings. Flags override it."""
-    resume: OptionalPath = None
-    """Resume the run in this folder."""
-    out: OptionalPath = None
-    """Run folder. By default runs/NAME-OF-THE-MODEL, with -2, -3, ... added if it exists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from samo import __version__
 from samo.cli.commands import COMMANDS, USUAL, USUAL_FINETUNE, Command, Finetune, Launch, Train
 from samo.errors import ConfigError, DataError, PeerError, SamoError, nearest
 from samo.train.config_io import read_toml
+from samo.train.finetune_config import KINDS
 from samo.train.launch_env import end_with_launcher
 from samo.utils.formatting import plain
 
@@ -224,7 +225,7 @@ def _run_defaults(kind: type[Train] | type[Finetune], arguments: Sequence[str]) 
             )
         base: Any = again(recorded)
     elif given.config is not None:
-        base = read_toml(Path(given.config), kind.__base__ or kind)
+        base = read_toml(Path(given.config), KINDS[kind.kind])
     else:
         return kind()
     names = [entry.name for entry in fields(kind) if hasattr(base, entry.name)]

@@ -35,10 +35,6 @@ def run(command: Train | Finetune) -> int:
     )
     try:
         with out_of_memory(advice), display if is_first_rank() else nullcontext():
-            if command.resume is not None and _is_complete(command):
-                if is_first_rank():
-                    say(console, f"'{command.resume}' is complete; extend it with --steps")
-                return 0
             result = _train(command, console, display)
     except RuntimeError as error:
         if isinstance(error, SamoError) or launch_env.num_ranks() == 1:
@@ -48,41 +44,42 @@ def run(command: Train | Finetune) -> int:
             f"stopped by {type(error).__name__}: {first_words(error)}; "
             "look at the output of the other ranks, and resume with --resume"
         ) from error
+    if result is None:
+        return 0
     if is_first_rank():
         _summarise(console, result)
     return 0 if result.signal is None else 128 + result.signal
 
 
-def _is_complete(command: Train | Finetune) -> bool:
-    """Return whether a run has reached its last step, and nothing else is asked for."""
-    assert command.resume is not None
-    folder = RunDir.find(command.resume)
-    recorded = folder.config()
-    resolved = resolve_resumed(recorded, command)  # refuses settings that may not change
-    is_done = command.resume == folder.path and read_run(folder.path).end == "done"
-    return is_done and folder.has_checkpoint and resolved.run.steps == recorded.run.steps
-
-
-def _train(command: Train | Finetune, console: Console, display: Display) -> Result:
+def _train(command: Train | Finetune, console: Console, display: Display) -> Result | None:
+    """Return how the run ended; None if it was complete, and nothing else is asked for."""
     listeners: list[Listener] = [display] if is_first_rank() else []
+
+    def tell(text: str) -> None:
+        if is_first_rank() and text:
+            say(console, text)
+
     if command.resume is not None:
         path, folder = command.resume, RunDir.find(command.resume)
+        recorded = folder.config()
+        config = resolve_resumed(recorded, command)
+        is_done = path == folder.path and read_run(path).end == "done" and folder.has_checkpoint
+        if is_done and config.run.steps == recorded.run.steps:
+            tell(f"'{path}' is complete; extend it with --steps")
+            return None
         display.folder = folder.path
-        if is_first_rank() and (reason := resolve_resumed(folder.config(), command).mesh.reason):
-            say(console, reason)
-        if is_first_rank() and not folder.has_checkpoint:
-            say(console, "the run has no checkpoint yet: it starts again at its first step")
+        tell(config.mesh.reason)
+        if not folder.has_checkpoint:
+            tell("the run has no checkpoint yet: it starts again at its first step")
         if is_restarted():  # the run has newer checkpoints by now than the one that was given
             path = folder.path
-        return resume(path, config=command, listeners=listeners)
+        return resume(path, config=config, listeners=listeners)
     resolved = resolve(command)  # before anything is created
-    if is_first_rank():
-        for doubt in doubts(resolved):
-            say(console, f"warning: {doubt}")
-        if resolved.mesh.reason:
-            say(console, resolved.mesh.reason)
-        if isinstance(resolved, FinetuneConfig) and resolved.prune.prunes:
-            say(console, _how_pruned(resolved.prune.method))
+    for doubt in doubts(resolved):
+        tell(f"warning: {doubt}")
+    tell(resolved.mesh.reason)
+    if isinstance(resolved, FinetuneConfig) and resolved.prune.prunes:
+        tell(_how_pruned(resolved.prune.method))
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.name, Path("runs")
     before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None
