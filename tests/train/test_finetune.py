@@ -401,12 +401,12 @@ def test_metrics_go_to_wandb_if_asked(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(place, steps=2, sample_tokens=0, wandb="project")
-    monkeypatch.setattr("samo.train.metrics.WandB.is_installed", lambda: False)
+    monkeypatch.setattr("samo.train.resolve.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match="--wandb needs a package that is missing"):
         train(config, tmp_path / "without")
     wandb = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("samo.train.metrics.WandB.is_installed", lambda: True)
+    monkeypatch.setattr("samo.train.resolve.is_installed", lambda name: True)
     train(config, tmp_path / "run")
     given, sent = wandb.init.call_args.kwargs, wandb.init.return_value.log.call_args_list
     assert (given["project"], given["id"]) == ("project", "run")

@@ -238,4 +238,4 @@ USUAL_FINETUNE: Final = frozenset(
 """The settings that ``samo finetune --help`` shows."""
 
 COMMANDS: Final[dict[str, type]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
-"""Commands by name; each has a module of that name with a function ``run``."""
+"""Commands by name; each has a module of that name with a function ``run``, finetune train's."""

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # help was printed
             sys.stdout.flush()  # a closed pipe shows here, not when Python exits
             raise
-        module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
+        name = "train" if isinstance(command, Finetune) else type(command).__name__.lower()
+        module = importlib.import_module(f"samo.cli.{name}")
         code = int(module.run(command))
         sys.stdout.flush()
         return code

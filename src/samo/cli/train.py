@@ -1,5 +1,6 @@
-"""``samo train``: a run from the settings to the report."""
+"""``samo train`` and ``samo finetune``: a run from the settings to the report."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,6 +28,9 @@ __all__ = []
 
 def run(command: Train | Finetune) -> int:
     """Train, or resume a run."""
+    # transformers shows bars and reminders of its own between the lines of the run.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     console = PatientConsole()
     display = Display(console)
     advice = (

@@ -18,10 +18,10 @@ from samo.models.shapes import GPTConfig
 from samo.train.config import AUTO, TrainConfig
 from samo.train.learner import Learner
 from samo.train.masking import Masking
-from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.planning import check_memory
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import gpt_config
+from samo.train.staged_learner import StagedLearner
 from samo.train.subject import Subject, Text
 
 __all__ = []
@@ -69,22 +69,21 @@ class GPTSubject(Subject):
 
         If a checkpoint is loaded later, ``model.init`` need not exist any more.
         """
-        config, stages = self.config, None
+        config = self.config
         if checkpoint is None:
             check_memory(config, ranks.num_replicas)
         else:
             ranks.run_all("the checkpoint", lambda: check_shape(checkpoint, self._shape))
         if ranks.num_stages > 1:
-            stages = PipelinedGPT(config, self._shape, ranks)
-            model: torch.nn.Module = stages.pipeline.module
+            learner: Learner = StagedLearner(config, self._shape, ranks)
         else:
             torch.manual_seed(config.run.seed)
             with torch.device(config.run.device):
                 model = GPT(self._shape)
+            learner = Learner(model, config, ranks=ranks)
         if config.model.init is not None and checkpoint is None:
-            whole = model if stages is None else stages.pipeline
-            load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
-        return Learner(model, config, ranks=ranks, stages=stages)
+            load(config.model.init, learner.whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
+        return learner
 
     def new_masking(self, learner: Learner) -> Masking | None:
         """Return the masks of the settings, if the model is to be pruned."""

@@ -28,14 +28,12 @@ from samo.core.rank_checks import compare_masks
 from samo.core.shards import sharded_like
 from samo.core.weight import weight_of
 from samo.data.batches import IGNORE, Batch
-from samo.errors import MaskError
 from samo.kernels.operators import COMPILE_OPTIONS
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
-from samo.train.events import Accounted, Phase
+from samo.train.events import Accounted, Phase, Scheduled
 from samo.train.finetune_config import Config
-from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
 from samo.train.rules import MOVING
 
@@ -74,15 +72,15 @@ def compression(config: Config, ranks: RankGroup) -> dict[str, Any]:
 class Learner:
     """A model and its optimizer; files and schedules are the trainer's.
 
-    On many ranks each trains on its part of a batch, and all take the same step: stages with
-    `Pipeline`, of which ``model`` is then this rank's, replicas with DDP, shards of a pruned model
-    with FSDP2.
+    On many ranks each trains on its part of a batch, and all take the same step: replicas with DDP,
+    shards of a pruned model with FSDP2, stages with a `StagedLearner`.
 
     A compressed model, with the dtypes of `compression`, starts pruned. ``loss_sum`` and ``blocks``
     say how to read a batch with it, and what to compile and to shard one by one.
     """
 
     will_compile: bool  # in the next step
+    _caches_casts = True
     _rates: list[float]  # factors of the learning rate, for each parameter group
     _ddp: DistributedDataParallel | None
 
@@ -92,20 +90,18 @@ class Learner:
         config: Config,
         *,
         ranks: RankGroup | None = None,
-        stages: PipelinedGPT | None = None,
         loss_sum: Callable[[nn.Module, Batch], Tensor] = gpt_loss_sum,
         blocks: Callable[[nn.Module], list[nn.Module]] = gpt_blocks,
     ) -> None:
         self.model = model
-        self.stages = stages
         self.ranks = ranks or RankGroup()
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self._loss_sum_of = loss_sum
         self._blocks = blocks
+        self.names = [name for name, _ in model.named_parameters()]  # of all ranks
         shapes = [(weight_of(param) or param).shape for param in model.parameters()]
-        own_params = sum(shape.numel() for shape in shapes)
-        self.num_params = own_params if stages is None else stages.num_params
+        self.num_params = sum(shape.numel() for shape in shapes)
         self.dtype: torch.dtype = getattr(torch, config.run.dtype)
         self.weights = config.run.weights
         self.skipped_before = 0  # steps that this optimizer has not counted
@@ -114,7 +110,7 @@ class Learner:
         self._is_sharded = config.mesh.shard == "weights" and self.ranks.data is not None
         self._compression = compression(config, self.ranks)
         is_bf16 = self.dtype == torch.bfloat16 and not config.run.fp32_gradients
-        self._reduces_bf16 = is_bf16 and stages is None
+        self._reduces_bf16 = is_bf16 and self.ranks.num_stages == 1
         self._reduced_bytes = 0
         self._is_compiled = config.run.compile
         if self._is_compiled:  # larger units would delay the reduction of gradients between ranks
@@ -137,7 +133,7 @@ class Learner:
     @property
     def whole(self) -> nn.Module | Pipeline:
         """The model, or the pipeline whose stage it is: what a checkpoint holds."""
-        return self.model if self.stages is None else self.stages.pipeline
+        return self.model
 
     @property
     def skipped_steps(self) -> int:
@@ -164,9 +160,6 @@ class Learner:
 
     def _forward_backward(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
         """Run one batch, and return its part of the loss; the last one reduces the gradients."""
-        if self.stages is not None:
-            with self._autocast():
-                return self.stages.backward(batch, num_tokens, self.scaler, is_last=is_last)
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
         with self._ddp.no_sync() if self._ddp and not is_last else contextlib.nullcontext():
@@ -191,12 +184,7 @@ class Learner:
             )
         if self.scaler is not None:
             self.scaler.unscale_(self.opt)
-        max_norm = self._optim.clip or float("inf")
-        if self.stages is None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        else:
-            norm = self.stages.pipeline.clip_grad_norm_(max_norm)
+        norm = self._clip_grad_norm_(self._optim.clip or float("inf"))
         if self.scaler is not None:
             before = self.scaler.get_scale()
             self.scaler.step(self.opt)
@@ -207,6 +195,10 @@ class Learner:
         else:
             self.skipped_before += 1
         return norm
+
+    def _clip_grad_norm_(self, max_norm: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def whole_loss(self, loss: Tensor) -> float:
         """Return the loss over all replicas; `backward` returns this rank's part."""
@@ -233,9 +225,6 @@ class Learner:
         return float(self.ranks.all_reduce_(whole, "the validation loss")) / num_tokens
 
     def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
-        if self.stages is not None:
-            with self._autocast():
-                return self.stages.loss_sum(batch)
         here: list[Any] = [
             part.to(self.device, non_blocking=True) if isinstance(part, Tensor) else part
             for part in batch
@@ -246,9 +235,8 @@ class Learner:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.phase == "samo" or self.dtype == torch.float32:
             return contextlib.nullcontext()
-        # With stages this spans a whole batch, for which copies of weights would be cached.
-        is_cached = self.stages is None
-        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_cached)
+        caches = self._caches_casts
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=caches)
 
     def in_eager(self) -> contextlib.AbstractContextManager[object]:
         """Run without compiled code, for shapes that are too rare to compile for."""
@@ -265,15 +253,8 @@ class Learner:
     # Masks
 
     def own_masks(self, masks: Masks) -> Masks:
-        """Return the masks of this rank's stage."""
-        if self.stages is None:
-            return masks
-        if unknown := {*masks} - {*self.stages.names}:
-            raise MaskError(
-                f"the masks have '{min(unknown)}', which is not a weight of the model; use masks "
-                "of the same model"
-            )
-        return self.stages.pipeline.masks(masks)
+        """Return the masks of this rank's part of the model."""
+        return masks
 
     def prune(self, masks: Masks) -> None:
         """End the dense phase: compress the model, and carry over the moments."""
@@ -349,8 +330,8 @@ class Learner:
         self._rates = [group["lr"] for group in self.opt.param_groups]
         self.will_compile = self._is_compiled
         self._ddp = None  # it holds the old parameters
-        is_sharded = isinstance(self.model, FSDPModule)
-        if self.ranks.data is None or self.stages is not None or is_sharded:
+        is_wrapped = isinstance(self.model, FSDPModule) or self.ranks.num_stages > 1
+        if self.ranks.data is None or is_wrapped:
             return
         self._ddp = DistributedDataParallel(
             self.model,
@@ -365,8 +346,11 @@ class Learner:
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, as fields of `samo.train.events.Exchanged`."""
-        sent = 0 if self.stages is None else self.stages.pipeline.sent_bytes
-        return {"gradient_bytes": self._reduced_bytes, "activation_bytes": sent}
+        return {"gradient_bytes": self._reduced_bytes, "activation_bytes": 0}
+
+    def timeline(self, step: int) -> Scheduled | None:
+        """Return when each stage computed what in the last batch, if there are several."""
+        return None
 
     def ledger(self) -> Ledger | None:
         """Return the ledger of compressed state, or None if the state is dense."""
@@ -415,8 +399,6 @@ class Learner:
 
     def close(self) -> None:
         """Close the connections between stages."""
-        if self.stages is not None:
-            self.stages.pipeline.close()
 
 
 def _sum(parts: Iterable[Mapping[Any, int]]) -> dict[str, int]:

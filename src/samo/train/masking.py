@@ -192,10 +192,10 @@ class Masking:
 
         A pattern must match some stage, not every one.
         """
-        choice, stages = self._config.prune.choice(), self._learner.stages
-        if stages is None:
+        choice, model = self._config.prune.choice(), self._learner.model
+        if self._learner.ranks.num_stages == 1:
             return choice
-        model, whole = self._learner.model, dict.fromkeys(stages.names)
+        whole = dict.fromkeys(self._learner.names)
         here = {name for name, _ in model.named_parameters()}
         choice["skip"] = sorted(here & matching(choice["skip"], whole, "skip"))
         choice["rules"] = {

@@ -1,15 +1,21 @@
 """Where the events of a run go: ``metrics.jsonl``, TensorBoard if it is installed, W&B if asked."""
 
 import importlib.util
-from contextlib import suppress
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from samo.errors import RunError
 from samo.train import events
-from samo.train.events import Event
+from samo.train.config_io import to_dict
+from samo.train.events import Event, Listener
+from samo.train.finetune_config import Config
 
 __all__ = []
+
+_logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
@@ -54,21 +60,8 @@ class MetricsFile:
         self._file.close()
 
 
-class _Charts:
-    """A package that draws curves."""
-
-    package: ClassVar[str]
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Return whether the package is there."""
-        return importlib.util.find_spec(cls.package) is not None
-
-
-class TensorBoard(_Charts):
+class TensorBoard:
     """Writes losses, learning rate, speed and masks as TensorBoard's event files."""
-
-    package = "tensorboard"
 
     def __init__(self, folder: Path, *, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -89,10 +82,8 @@ class TensorBoard(_Charts):
             self._writer.close()
 
 
-class WandB(_Charts):
+class WandB:
     """Sends the same numbers to a project of Weights & Biases."""
-
-    package = "wandb"
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         import wandb
@@ -108,6 +99,53 @@ class WandB(_Charts):
         """Send an event."""
         if values := _scalars(event):
             self._run.log(values, step=event.step)
+
+
+class Reporter:
+    """Passes the events of a run to its listeners; one that cannot write is removed."""
+
+    def __init__(self, listeners: Iterable[Listener]) -> None:
+        self._listeners = list(listeners)
+        self._files = ExitStack()
+        self._metrics: MetricsFile | None = None
+
+    def open_files(self, folder: Path, *, step: int, size: int | None, config: Config) -> None:
+        """Open the metrics file, TensorBoard's if it is installed, and W&B if it is asked for."""
+        self._metrics = self._open(MetricsFile(folder / "metrics.jsonl", size=size))
+        if is_installed("tensorboard"):
+            try:
+                self._open(TensorBoard(folder / "tensorboard", step=step))
+            except OSError as error:
+                _logger.warning("TensorBoard gets no events: %s", error)
+        if config.run.wandb is not None:
+            self._open(WandB(config.run.wandb, folder, to_dict(config)))
+
+    def _open(self, listener: Any) -> Any:
+        self._listeners.append(self._files.enter_context(closing(listener)))
+        return listener
+
+    @property
+    def metrics_bytes(self) -> int:
+        """The size of the metrics file; 0 where it is not open."""
+        return 0 if self._metrics is None else self._metrics.size
+
+    def on(self, event: Event) -> None:
+        """Pass an event on."""
+        for listener in list(self._listeners):
+            try:
+                listener.on(event)
+            except OSError as error:  # a closed pipe or a full disk must not end the run
+                self._listeners.remove(listener)
+                _logger.warning("%s gets no more events: %s", type(listener).__name__, error)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is there."""
+    return importlib.util.find_spec(package) is not None
 
 
 def _scalars(event: Event) -> dict[str, float]:

@@ -18,7 +18,7 @@ from samo.models.shapes import SHAPES, GPTConfig
 from samo.pruning.pattern import parse_pattern, pattern_sparsity
 from samo.train.config import AUTO, MeshConfig, ModelConfig, TrainConfig, Weights
 from samo.train.finetune_config import KINDS, Config, FinetuneConfig
-from samo.train.metrics import WandB
+from samo.train.metrics import is_installed
 from samo.train.rules import CHANGING, MOVING, check_ranges, flag, problems
 
 __all__ = ["resolve"]
@@ -54,7 +54,7 @@ def resolve(config: Kind) -> Kind:
     Raises:
         ConfigError: A setting is out of range, conflicts with another, or needs a GPU.
     """
-    if config.run.wandb is not None and not WandB.is_installed():
+    if config.run.wandb is not None and not is_installed("wandb"):
         raise ConfigError("--wandb needs a package that is missing: pip install wandb")
     run: Any = config.run
     if config.mesh.shard == "weights" and run.weights == "resident":  # but shards are streamed

@@ -10,7 +10,6 @@ holds: weights, moments, scaler, masks, the position in the text, the random gen
 that was killed and resumed equals one that was not.
 """
 
-import logging
 import math
 import shutil
 import time
@@ -30,12 +29,12 @@ from samo.memory.ledger import Ledger
 from samo.train import events
 from samo.train.checkpointing import RunState, Saver
 from samo.train.config_io import to_dict
-from samo.train.events import Event, Listener
+from samo.train.events import Listener
 from samo.train.finetune_config import Config, FinetuneConfig
 from samo.train.gpt_subject import GPTSubject
 from samo.train.learning_rate import learning_rate
 from samo.train.masking import Masking
-from samo.train.metrics import MetricsFile, TensorBoard, WandB
+from samo.train.metrics import Reporter
 from samo.train.rank_group import Interrupt, RankGroup
 from samo.train.resolve import again, resolve, resolve_resumed
 from samo.train.rules import check_batch
@@ -45,8 +44,6 @@ from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
 
 __all__ = ["Result", "resume", "train"]
-
-_logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS: Final = 32
 _LINES_UNTIL_DIVERGED: Final = 20
@@ -201,8 +198,8 @@ class Trainer:
         self.ranks = state.learner.ranks
         self.progress = progress = state.progress
         self.saver = Saver(folder, state)
-        self.listeners = list(listeners)
-        self.metrics: MetricsFile | None = None  # on rank 0
+        self.reporter = Reporter(listeners)
+        self.report = self.reporter.on
         self.sample: str | None = None
         self.nonfinite_lines = 0
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
@@ -211,9 +208,13 @@ class Trainer:
         """Train to the end, or until a signal arrives."""
         if self.learner.device.type == "cuda":  # not the peak of an earlier run in this process
             torch.cuda.reset_peak_memory_stats(self.learner.device)
-        with ExitStack() as files:
+        with closing(self.reporter):
             if self.ranks.is_first:
-                self.open_files(files)
+                step, size = self.progress.step, self.progress.metrics_bytes
+                valid = None if step >= self.config.run.steps else size  # a complete run's are all
+                self.reporter.open_files(
+                    self.folder.path, step=step, size=valid, config=self.config
+                )
             try:
                 signal = self.fit()
             except BaseException as error:
@@ -236,24 +237,6 @@ class Trainer:
         self.learner.close()
         self.ranks.leave()
         return result
-
-    def open_files(self, files: ExitStack) -> None:
-        """Open the metrics file, and TensorBoard's if it is installed."""
-        progress = self.progress
-        is_complete = progress.step >= self.config.run.steps  # then all lines are valid
-        size = None if is_complete else progress.metrics_bytes
-        self.metrics = files.enter_context(closing(MetricsFile(self.folder.metrics, size=size)))
-        self.listeners.append(self.metrics)
-        if TensorBoard.is_installed():
-            try:
-                board = TensorBoard(self.folder.path / "tensorboard", step=progress.step)
-            except OSError as error:
-                _logger.warning("TensorBoard gets no events: %s", error)
-            else:
-                self.listeners.append(files.enter_context(closing(board)))
-        if (project := self.config.run.wandb) is not None:
-            charts = WandB(project, self.folder.path, to_dict(self.config))
-            self.listeners.append(files.enter_context(closing(charts)))
 
     def fit(self) -> int | None:
         """Train, and generate a sample at the end; return the signal that interrupted it."""
@@ -301,7 +284,8 @@ class Trainer:
                 is_last, is_best = progress.step >= run.steps, False
                 if is_last:
                     self.report(self.learner.accounted(progress.step))
-                    self.report_timeline()
+                    if (timeline := self.learner.timeline(progress.step)) is not None:
+                        self.report(timeline)
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
                 request = self.ranks.agree(progress.step, self.request(interrupt.signal))
@@ -446,32 +430,12 @@ class Trainer:
             part=part,
         )
 
-    def report_timeline(self) -> None:
-        """Report when each stage computed what in the last batch, if there are several."""
-        if self.learner.stages is None:
-            return
-        line = self.learner.stages.pipeline.timeline()
-        passes = [e for what in ("forward", "backward") for e in line.events if e.what == what]
-        first = line.events[0].start
-        self.report(
-            events.Scheduled(
-                step=self.progress.step,
-                num_stages=line.num_stages,
-                micro_batches=line.num_micro_batches,
-                stages=[event.stage for event in passes],
-                numbers=[event.micro_batch for event in passes],
-                start_ms=[round((event.start - first) * 1e3, 3) for event in passes],
-                end_ms=[round((event.end - first) * 1e3, 3) for event in passes],
-            )
-        )
-
     def save(self) -> None:
         """Copy the state of the run; a thread writes it while training continues."""
         self.finish_save()
         self.synchronize()
         self.ranks.run_on_rank0("the run folder", self.folder.check_in_place)
-        if self.metrics is not None:
-            self.progress.metrics_bytes = self.metrics.size
+        self.progress.metrics_bytes = self.reporter.metrics_bytes
         if not self.saver.save():
             self.finish_save()
 
@@ -507,15 +471,6 @@ class Trainer:
             self.sample = decode(tokens_T[length:].numpy())
             prompt = decode(tokens_T[:length].numpy())
             self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=self.sample))
-
-    def report(self, event: Event) -> None:
-        """Pass an event to all listeners; one that cannot write is removed."""
-        for listener in list(self.listeners):
-            try:
-                listener.on(event)
-            except OSError as error:  # a closed pipe or a full disk must not end the run
-                self.listeners.remove(listener)
-                _logger.warning("%s gets no more events: %s", type(listener).__name__, error)
 
     def synchronize(self) -> None:
         """Wait for queued kernels, so that their time counts as training time."""
