@@ -220,7 +220,7 @@ def test_characters_of_several_tokens_are_shown_whole(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = [*"h\u00e9 \u20ac \U0001f642".encode(), 0xFF, 0xFF, *b"end", 0xC3]
-    with mock.patch("samo.train.run_text.stream", return_value=iter(made)):
+    with mock.patch("samo.cli.text_model.stream", return_value=iter(made)):
         assert main(["generate", str(run), "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "ah\u00e9 \u20ac \U0001f642\ufffd\ufffdend\ufffd\n"
 
@@ -263,7 +263,7 @@ def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(
 
 
 def test_a_model_cannot_control_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("samo.train.run_text.stream", return_value=iter(b"a\x1b[2Jb\x07")):
+    with mock.patch("samo.cli.text_model.stream", return_value=iter(b"a\x1b[2Jb\x07")):
         assert main(["generate", str(run), "--prompt", "\x1b]0;x"]) == 0
     assert capsys.readouterr().out == "?]0;xa?[2Jb?\n"
 

@@ -1,15 +1,76 @@
 """A model and its tokenizer, whichever command made them."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from samo.data.tokenizers import Tokenizer, open_tokenizer
+from samo.errors import DataError
 from samo.integrations.generation import HuggingFaceText
 from samo.integrations.model_folders import tokenizer_folder
+from samo.models.generate import Pieces, Sampling, stream
 from samo.models.gpt import GPT
-from samo.train.run_text import RunText
+from samo.train.config import TrainConfig
+from samo.train.run_dir import RunDir
 
 __all__ = []
+
+
+class RunText:
+    """A GPT of ``samo train`` and the tokenizer of its run."""
+
+    has_chat = False
+
+    def __init__(self, model: GPT, path: Path) -> None:
+        self._model: Final = model
+        self._tokenizer: Final = _open_tokenizer(RunDir.find(path))
+        self.context: Final = model.config.context
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens of a text."""
+        tokens = torch.from_numpy(self._tokenizer.encode(text).astype(np.int64))
+        known = self._model.config.vocab_size
+        if len(tokens) and int(tokens.max()) >= known:
+            raise DataError(
+                f"the text has token {int(tokens.max()):,}, and the model knows {known:,}; leave "
+                "out what its training text did not have"
+            )
+        return tokens
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
+        """A GPT of ``samo train`` continues texts, and knows no conversations."""
+        raise NotImplementedError
+
+    def stream(
+        self,
+        tokens: Tensor,
+        how: Sampling,
+        on_token: Callable[[], None],
+        write: Callable[[str], None],
+    ) -> None:
+        """Continue tokens; pass the text on as it is made. The context slides along."""
+        pieces = Pieces(lambda ids: self._tokenizer.decode(np.array(ids)), write)
+        for token in stream(self._model, tokens, how, context=self.context):
+            on_token()
+            pieces.add(token)
+        pieces.end()
+
+
+def _open_tokenizer(run: RunDir) -> Tokenizer:
+    config = run.config()
+    assert isinstance(config, TrainConfig)  # that of a GPT
+    try:
+        return open_tokenizer(str(config.data.tokenizer))
+    except DataError as error:
+        why = str(error).partition(";")[0]  # the rest is for samo train
+        raise DataError(
+            f"the tokenizer of '{run.path}' is missing: {why}; put the tokenizer back there"
+        ) from None
+
 
 TextModel = HuggingFaceText | RunText
 
