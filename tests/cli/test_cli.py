@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import samo
-from samo.cli.commands import Demo, Inspect, Train
+from samo.cli.commands import Demo, Finetune, Inspect, Train
 from samo.cli.main import main, parse
 from samo.train.config import AUTO
 
@@ -59,16 +59,21 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
         assert f" {command} " in shown
 
 
-def test_help_of_train_is_short_and_the_rest_is_in_help_all(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("command", "usual", "rare"),
+    [("train", "--sparsity", "--mask-every"), ("finetune", "--teacher", "--temperature")],
+)
+def test_help_of_a_run_is_short_and_the_rest_is_in_help_all(
+    command: str, usual: str, rare: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = {}
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit):
-            main(["train", flag])
+            main([command, flag])
         shown = capsys.readouterr()
         assert not re.search(r"default: (None)?\)|None\|", shown.out)
-        assert ("--mask-every" in shown.out) == (flag == "--help-all")
+        assert usual in shown.out
+        assert (rare in shown.out) == (flag == "--help-all")
         assert shown.err == ""
         lengths[flag] = shown.out.count("\n")
     assert lengths["--help"] <= 100 < lengths["--help-all"]
@@ -83,6 +88,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
     assert command.data.train == (Path("notes.txt"),)
     assert (command.run.steps, command.run.seed, command.prune.sparsity) == (7, 4, 0.5)
     assert command.optim.clip == 1.0
+    (here / "run.toml").write_text("[model]\nmodel = 'llama'\n[run]\nepochs = 3\n")
+    command = parse(["finetune", "--config", "run.toml", "--data", "notes.jsonl"])
+    assert isinstance(command, Finetune)
+    assert (command.model.model, command.run.epochs) == (Path("llama"), 3.0)
+    assert command.data.data == (Path("notes.jsonl"),)
 
 
 def test_flags_become_settings() -> None:

@@ -14,9 +14,6 @@ from samo.cli.main import main
 from samo.integrations.export import Format
 from samo.integrations.model_folders import open_masks, open_model
 from tests.integrations.cases import load, logits, names, pruned, trained
-from tests.train.helpers import finished, run
-
-__all__ = ["finished", "run"]
 
 
 @pytest.fixture

@@ -31,9 +31,6 @@ from samo.train.launch_env import (
     restarted_dir,
     resume_command,
 )
-from tests.train.test_many_ranks import text
-
-__all__ = ["text"]  # the fixture
 
 FLAGS = (
     "--batch-size 4 --num-layers 2 --width 32 --num-heads 2 --context 32 --log-every 1 "
@@ -249,6 +246,7 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
         ),
         ({"command": ()}, "samo launch can start train and finetune only"),
         ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),
+        ({"command": ("finetune", "m", "--data", "a", "--sparsity", "0")}, "0 prunes nothing"),
     ],
 )
 def test_a_launch_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:

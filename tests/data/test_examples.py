@@ -148,13 +148,6 @@ def test_batches_of_any_size_part_and_position_have_the_same_windows(
         assert all(map(torch.equal, joined(found), joined([whole])))
 
 
-def test_each_epoch_has_a_new_order() -> None:
-    examples = examples_of([(2, 3)] * 60)
-    batches = Batches(examples, context=12, batch_size=1, seed=0)
-    epochs = [flat(list(islice(batches, batches.num_windows))) for _ in range(20)]
-    assert len(set(map(tuple, epochs))) == 20
-
-
 def test_an_order_is_stable() -> None:
     """Checkpoints hold a position, so an order must not change from one version to the next."""
     examples = examples_of([(1 + n % 4, 1 + n % 5) for n in range(40)])

@@ -1,27 +1,13 @@
-"""The GPT of samo, and a model of Hugging Face through the public interface."""
+"""The GPT of samo."""
 
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
-import samo
 from samo.models.gpt import GPTConfig
-from tests.core.twins import hugging_face
 from tests.meters import small_gpt, tokens
-
-
-def test_a_hugging_face_model_is_saved_and_loaded_as_usual(tmp_path: Any) -> None:
-    model = hugging_face("Llama")
-    samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
-    dense = samo.dense_state_dict(model)
-    samo.decompress_(model).save_pretrained(tmp_path)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    for name, value in dense.items():
-        assert torch.equal(loaded.state_dict()[name], value)
-    assert samo.Masks.from_zeros(loaded).sparsity == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -6,16 +6,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import samo
-from samo.cli import launch
-from samo.cli.main import main, parse
+from samo.cli.main import main
 from samo.data.batches import Batches
-from samo.errors import ConfigError
 from samo.train import causal_lm
 from samo.train.causal_lm import CausalLMSubject
 from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
@@ -114,31 +111,3 @@ def test_a_prompt_is_answered_and_all_tokens_read_are_counted(
         assert line["tokens"] == read
     batch = next(batches)
     assert batch.num_read > 2 * batch.num_tokens  # of which completions are few
-
-
-def test_help_fits_two_screens_and_has_all_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {}
-    for flag in ("--help", "--help-all"):
-        with pytest.raises(SystemExit):
-            main(["finetune", flag])
-        sizes[flag] = capsys.readouterr().out.splitlines()
-    assert len(sizes["--help"]) <= 100
-    assert "--teacher" in "".join(sizes["--help"])
-    assert "--temperature" not in "".join(sizes["--help"])
-    assert "--temperature" in "".join(sizes["--help-all"])
-
-
-def test_settings_come_from_a_file_too(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        "[model]\nmodel = 'llama'\n[data]\ndata = ['notes.jsonl']\n[run]\nepochs = 3\n"
-    )
-    found: Any = parse(["finetune", "--config", str(tmp_path / "run.toml"), "--lr", "1e-4"])
-    assert (found.model.model, found.data.data) == (tmp_path / "llama", (tmp_path / "notes.jsonl",))
-    assert (found.run.epochs, found.optim.lr) == (3.0, 1e-4)
-
-
-def test_a_launch_reports_wrong_settings_before_any_rank_starts() -> None:
-    words = ["finetune", "my-llama", "--data", "notes.jsonl", "--sparsity", "0"]
-    command: Any = parse(["launch", "-n", "2", *words])
-    with pytest.raises(ConfigError, match="--sparsity 0 prunes nothing"):
-        launch.run(command)

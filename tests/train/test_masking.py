@@ -15,9 +15,7 @@ from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.resolve import resolve
 from samo.train.trainer import train
-from tests.train.helpers import last_masks, lines, method_config, small, text
-
-__all__ = ["text"]
+from tests.train.helpers import last_masks, lines, method_config, small
 
 SHAPE = GPTConfig(num_layers=1, width=32, num_heads=2, context=32)
 

@@ -18,10 +18,8 @@ from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
 from samo.train.planning import check_memory
 from samo.train.resolve import again, resolve, resolve_resumed
-from tests.train.helpers import small, text
+from tests.train.helpers import small
 from tests.train.test_config import config
-
-__all__ = ["text"]  # the fixture
 
 BIG: dict[str, Any] = {"shape": "gpt3-2.7b", "context": 1024}
 BF16 = {"dtype": "bfloat16", "batch_size": 8}

@@ -27,20 +27,15 @@ from tests.train.helpers import (
     CrashError,
     assert_same_run,
     crash_at,
-    finished,
     interrupt_at,
     lines,
     losses,
     method_config,
     read_progress,
     recorded,
-    run,
     small,
     tensors,
-    text,
 )
-
-__all__ = ["finished", "run", "text"]
 
 
 @pytest.mark.parametrize(

@@ -25,19 +25,14 @@ from samo.train.trainer import Result, resume, train
 from tests.train.helpers import (
     Watcher,
     assert_same_run,
-    finished,
     interrupt_at,
     last_masks,
     lines,
     masked_step,
     read_progress,
     recorded,
-    run,
     small,
-    text,
 )
-
-__all__ = ["finished", "run", "text"]  # the fixtures
 
 
 @pytest.mark.parametrize("mode", ["samo", "dense"])

@@ -15,10 +15,7 @@ from samo.checkpoint.manifest import NAME, encode_manifest
 from samo.errors import CheckpointError, RunError
 from samo.train import checkpointing
 from samo.train.trainer import resume
-from tests.train.helpers import finished, recorded, run
-
-__all__ = ["finished", "run"]
-
+from tests.train.helpers import recorded
 
 VALID = torch.get_rng_state()
 
