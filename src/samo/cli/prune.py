@@ -28,7 +28,7 @@ from samo.pruning.zeros import refuse_zeros
 from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
 from samo.train.resolve import device_and_dtype, resolve_sparsity
-from samo.train.rules import check_ranges, in_flags
+from samo.train.rules import check_ranges, pruning
 from samo.utils.disk_tensors import disk_copy
 from samo.utils.formatting import duration
 
@@ -132,28 +132,24 @@ def _move_to_disk(model: nn.Module, folder: Path) -> None:
 
 
 def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
-    try:
-        if command.method == "zeros":
+    if command.method == "zeros":
+        try:
             return Masks.from_zeros(model, skip=command.skip)
-        with _progress(console) as progress:
-            how = {**command.choice(), "method": command.method, "seed": command.seed}
-            how["sparsity"] = resolve_sparsity(command.sparsity, command.pattern)
-            if command.calibration is not None:
-                device = device_and_dtype(command.device)["device"]
-                batches = _batches(model, command)
-                how |= {"calibration": batches, "device": device, "progress": progress}
-            with refuse_zeros(otherwise="use --method zeros, --skip it"):
-                return prune(model, **how)
-    except (ConfigError, DataError):
-        raise
-    except ValueError as error:
-        if command.method == "zeros":
+        except ValueError as error:
             why = str(error).partition(";")[0]  # the rest is for Python
             raise ConfigError(
                 f"'{command.source}' cannot be read as a pruned model: {why}; leave out --method "
                 "zeros to prune it, or --skip a weight"
             ) from error
-        raise ConfigError(f"cannot prune '{command.source}': {in_flags(error)}") from error
+    how = {**command.choice(), "method": command.method, "seed": command.seed}
+    how["sparsity"] = resolve_sparsity(command.sparsity, command.pattern)
+    with pruning(command.source), _progress(console) as progress:
+        if command.calibration is not None:
+            device = device_and_dtype(command.device)["device"]
+            batches = _batches(model, command)
+            how |= {"calibration": batches, "device": device, "progress": progress}
+        with refuse_zeros(otherwise="use --method zeros, --skip it"):
+            return prune(model, **how)
 
 
 def _batches(model: nn.Module, command: Prune) -> list[Tensor]:

@@ -43,7 +43,7 @@ from samo.train.learner import Learner, compression
 from samo.train.planning import choose_layout
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import with_steps
-from samo.train.rules import in_flags
+from samo.train.rules import pruning
 from samo.train.run_dir import RunDir
 from samo.train.subject import Subject, Text
 from samo.utils.formatting import percent
@@ -202,12 +202,8 @@ class CausalLMSubject(Subject):
                 seed=run.seed,
             )
             how |= {"calibration": found, "device": run.device}
-        try:
-            with refuse_zeros(otherwise="leave --sparsity out"):
-                return prune(model, **how)
-        except ValueError as error:
-            what = f"cannot prune '{self.config.source}'"
-            raise ConfigError(f"{what}: {in_flags(error)}") from error
+        with pruning(self.config.source), refuse_zeros(otherwise="leave --sparsity out"):
+            return prune(model, **how)
 
     def _open_teacher(self, model: Any) -> nn.Module | None:
         """Return the teacher on the device, in the compute dtype, without gradients."""

@@ -7,8 +7,6 @@ after it          `change` after every step
 All decisions follow from the settings, the model and `state_dict`, which goes into the checkpoint.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from samo.checkpoint.load import load_masks
@@ -22,7 +20,7 @@ from samo.pruning.scope import decide
 from samo.train import events
 from samo.train.config import TrainConfig
 from samo.train.learner import Learner
-from samo.train.rules import MOVING, first_observation, in_flags
+from samo.train.rules import MOVING, first_observation, pruning
 
 __all__ = []
 
@@ -39,7 +37,7 @@ class Masking:
         self._bird: EarlyBird | None = None
         self._changing: GradualPruning | DynamicSparse | None = None
         settings = config.prune
-        with _pruning():
+        with pruning():
             self._choice: Final = self._choose()
             if settings.method == "early-bird":
                 self._bird = EarlyBird(
@@ -57,7 +55,7 @@ class Masking:
         if self._config.prune.masks is not None:
             self._given = self._load()
         elif self._choice:
-            with _pruning():
+            with pruning():
                 groups = decide(model, dense_parameters(model), **self._choice)
             for group in groups:
                 if group.kept == 0:
@@ -74,7 +72,7 @@ class Masking:
         first = first_observation(settings.mask_every, self._config.optim.warmup_steps)
         if not first <= step <= settings.dense_steps:
             return None
-        with _pruning():  # weights may not be finite
+        with pruning():  # weights may not be finite
             bird.observe()
         return events.Observed(
             step=step,
@@ -97,7 +95,7 @@ class Masking:
         reason: events.DrawReason = "masks" if settings.masks else "dense_steps"
         if bird is not None:
             reason = "limit" if bird.masks is None else "settled"
-            with _pruning():
+            with pruning():
                 masks = bird.draw_now()
         elif settings.masks is not None:
             masks, self._given = self._given or self._load(), None
@@ -184,7 +182,7 @@ class Masking:
         # Before training, magnitudes carry no information.
         is_random = settings.method == "random" or (settings.method in MOVING and not is_trained)
         method: Final = "random" if is_random else "magnitude"
-        with _pruning():
+        with pruning():
             return prune(self._learner.model, method=method, **self._choice, seed=seed)
 
     def _choose(self) -> dict[str, Any]:
@@ -204,12 +202,3 @@ class Masking:
             if here & matching([pattern], whole, "rules")
         }
         return choice if {*prunable(model)} - {*choice["skip"]} or choice["rules"] else {}
-
-
-@contextmanager
-def _pruning() -> Iterator[None]:
-    """Turn an argument that pruning refuses into an error about the settings."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"cannot prune: {in_flags(error)}") from error

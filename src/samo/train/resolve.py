@@ -73,9 +73,8 @@ def resolve(config: Kind) -> Kind:
     if isinstance(config, TrainConfig) and config.mesh.plan and not config.mesh.reason:
         from samo.train.planning import planned  # loads torch
 
-        resolved = planned(config, resolved)
-    found: Kind = resolved
-    return found
+        return planned(config, resolved)  # type: ignore[return-value]
+    return resolved
 
 
 def _train_values(config: TrainConfig) -> dict[str, Any]:

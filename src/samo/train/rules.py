@@ -3,10 +3,12 @@
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
 
-from samo.errors import ConfigError
+from samo.errors import ConfigError, DataError
 from samo.train.config import AUTO, PruneConfig, Range, TrainConfig
 from samo.train.finetune_config import Config, FinetuneConfig, FinetuneModel, FinetunePrune
 from samo.train.learning_rate import learning_rate
@@ -57,7 +59,19 @@ def check_ranges(settings: Any) -> None:
                 raise ConfigError(f"{flag(name)} must be {rule}, got {str(number)[:40]}")
 
 
-def in_flags(error: Exception) -> str:
+@contextmanager
+def pruning(model: Path | None = None) -> Iterator[None]:
+    """Turn an argument that `samo.prune` refuses into an error about the settings."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except ValueError as error:
+        what = "cannot prune" if model is None else f"cannot prune '{model}'"
+        raise ConfigError(f"{what}: {_in_flags(error)}") from error
+
+
+def _in_flags(error: Exception) -> str:
     """Return a message of `samo.prune` with flags in place of its arguments."""
     text = re.sub(r"rules=\{'([^']*)': ([^}]*)\}", r"--rules \1 \2", str(error))
     text = re.sub(r"skip=\['([^']*)'\]", r"--skip \1", text)
