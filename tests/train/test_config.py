@@ -172,6 +172,8 @@ def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
     assert resolve_resumed(before, typed) == longer
     alone = replace(before, mesh=MeshConfig())
     assert resolve_resumed(before, alone).mesh == MeshConfig(pipe=1, shard="none")
+    shared = replace(before, mesh=MeshConfig(shard="weights"))  # it was resident
+    assert resolve_resumed(before, shared).run.weights == "streamed"
     with pytest.raises(ConfigError, match="--width was 128, not 64; leave it out, or start a new"):
         resolve_resumed(before, replace(before, model=replace(before.model, width=64)))
     with pytest.raises(ConfigError, match="--method was magnitude, not rigl"):

@@ -136,10 +136,9 @@ def _finetune_values(config: FinetuneConfig) -> dict[str, Any]:
 def with_steps(config: FinetuneConfig, sequences: int) -> FinetuneConfig:
     """Return settings whose steps and warmup follow from the sequences of an epoch."""
     run, optim = config.run, config.optim
+    taken = run.batch_size * run.accumulate
     epochs = _given(run.epochs, 1.0)
-    steps = _given(
-        run.steps, max(1, math.ceil(epochs * sequences / run.batch_size / run.accumulate))
-    )
+    steps = _given(run.steps, max(1, math.ceil(epochs * sequences / taken)))
     warmup_steps = _given(optim.warmup_steps, math.ceil(0.03 * steps))
     run = replace(run, steps=steps, epochs=AUTO)  # the steps say it from here on
     return replace(config, run=run, optim=replace(optim, warmup_steps=warmup_steps))
