@@ -143,7 +143,8 @@ LINE = Scheduled(
 
 def test_passes_are_drawn_where_they_are(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", more=[LINE]))
-    (axes,) = draw("timeline", run).axes
+    assert run.timeline is not None
+    (axes,) = draw("timeline", run.timeline).axes
     boxes = [bar.get_paths()[0].get_extents() for bar in axes.collections]
     assert [box.x0 for box in boxes] == LINE.start_ms
     assert [box.x1 for box in boxes] == LINE.end_ms
@@ -151,16 +152,14 @@ def test_passes_are_drawn_where_they_are(tmp_path: Path) -> None:
     assert texts(axes) == [str(n) for n in LINE.numbers]
     assert [bar.get_alpha() for bar in axes.collections] == [0.35] * 4 + [1.0] * 4
     found = "2 micro-batches passed 2 stages in 12 ms; stages stood idle for 50 % of that time."
-    assert findings.timeline_finding(run) == found
+    assert findings.timeline_finding(run.timeline) == found
     assert found in write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
 
 
-def test_a_timeline_of_a_stranger_is_drawn_as_far_as_it_makes_sense(tmp_path: Path) -> None:
-    wild = {"stages": [7, -1, 0], "numbers": [0], "start_ms": [1e300, 0.0, -1.0], "end_ms": [5.0]}
-    line = Scheduled(step=300, num_stages=2, micro_batches=1, **wild)
-    run = read_run(write_run(tmp_path / "a", more=[line]))
-    assert findings.timeline_finding(run) == "No pass was recorded."
-    assert not draw("timeline", run).axes[0].collections
+def test_a_timeline_of_a_stranger_is_left_out_where_it_makes_no_sense(tmp_path: Path) -> None:
+    wild = {"stages": [7, -1, 0], "numbers": [0] * 3, "start_ms": [1e300, 0.0, -1.0]}
+    line = Scheduled(step=300, num_stages=2, micro_batches=1, end_ms=[5.0] * 3, **wild)
+    assert read_run(write_run(tmp_path / "a", more=[line])).timeline is None
 
 
 def test_a_long_run_makes_a_small_figure_in_colours_of_the_page() -> None:

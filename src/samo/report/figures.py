@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from samo.pipeline.timeline import Event as Pass, Timeline
 from samo.report.findings import PARTS, Bar, last_loss, tokens_per_s
 from samo.report.runs import Run, finite_evals
 from samo.report.theme import LIGHT, new_figure, run_colour, run_dashes
@@ -159,38 +160,44 @@ def change_figure(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def timeline_figure(run: Run) -> Figure:
-    """Draw the passes of a pipeline's last batch, a row for each stage."""
-    num_stages = max((each.stage for each in run.passes), default=0) + 1
-    span = run.passes_ms or 1.0
-    height = 26 * min(num_stages, 64) + 60
+def timeline_figure(line: Timeline) -> Figure:
+    """Draw the passes of a pipeline's last batch."""
+    height = 26 * min(line.num_stages, 64) + 60
     figure, axes = new_figure(height, left=64, right=24, top=12, bottom=40)
-    colour = run_colour(run.place)
-    for each in run.passes:
+    draw_passes(axes, line.events, line.num_stages, scale=1e3)
+    axes.set_xlabel("ms")
+    return figure
+
+
+def draw_passes(axes: Axes, passes: Sequence[Pass], num_stages: int, *, scale: float) -> None:
+    """Draw passes in a row for each stage: forward pale, backward solid, numbered if wide."""
+    origin = passes[0].start
+    span = (max(each.end for each in passes) - origin) * scale or 1.0
+    for each in passes:
+        is_backward, start = each.what == "backward", (each.start - origin) * scale
+        length = (each.end - each.start) * scale
         axes.broken_barh(
-            [(each.start_ms, each.length_ms)],
+            [(start, length)],
             (each.stage - 0.4, 0.8),
-            facecolor=colour,
-            alpha=1.0 if each.is_backward else 0.35,
+            facecolor=run_colour(0),
+            alpha=1.0 if is_backward else 0.35,
             edgecolor=LIGHT["page"],
             linewidth=0.8,
         )
-        if each.length_ms > span / 60:
+        if length > span / 60:
             axes.text(
-                each.start_ms + each.length_ms / 2,
+                start + length / 2,
                 each.stage,
                 str(each.micro_batch),
                 ha="center",
                 va="center_baseline",
                 fontsize=9,
-                color=LIGHT["page" if each.is_backward else "ink"],
+                color=LIGHT["page" if is_backward else "ink"],
             )
     axes.set_xlim(0, span)
     axes.set_ylim(num_stages - 0.5, -0.5)
     rows = range(0, num_stages, -(-num_stages // 16))
     axes.set_yticks(rows, [f"stage {stage}" for stage in rows])
-    axes.set_xlabel("ms")
-    return figure
 
 
 # Parts of figures

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from samo.memory.predict import KINDS
+from samo.pipeline.timeline import Timeline
 from samo.report.runs import Run, finite_evals
 from samo.train.events import Stepped
 from samo.utils.formatting import NOTHING, count, duration, loss, percent, size, three_digits
@@ -190,15 +191,13 @@ def change_finding(run: Run) -> str:
     return text
 
 
-def timeline_finding(run: Run) -> str:
+def timeline_finding(line: Timeline) -> str:
     """Say how long a batch took in a pipeline, and for which part of it stages stood idle."""
-    if run.timeline is None or not run.passes_ms:
-        return "No pass was recorded."
-    num_stages = run.timeline.num_stages
-    busy = sum(each.length_ms for each in run.passes) / (run.passes_ms * num_stages)
+    busy = sum(event.end - event.start for event in line.events) / line.num_stages
     return (
-        f"{run.timeline.micro_batches} micro-batches passed {num_stages} stages in "
-        f"{run.passes_ms:,.0f} ms; stages stood idle for {percent(1 - busy)} of that time."
+        f"{line.num_micro_batches} micro-batches passed {line.num_stages} stages in "
+        f"{1e3 * line.span:,.0f} ms; stages stood idle for "
+        f"{percent(1 - busy / line.span if line.span else None)} of that time."
     )
 
 

@@ -12,6 +12,7 @@ from samo.pipeline.timeline import Timeline
 from samo.planner.answer import Plan
 from samo.planner.search import Option
 from samo.planner.simulator import simulate_step
+from samo.report.figures import draw_passes
 from samo.report.theme import LIGHT, drawing
 
 __all__ = []
@@ -93,16 +94,11 @@ def _bars(
 
 def _timeline(axes: Axes, line: Timeline) -> None:
     """Draw the start of a step of the best layout, as the pipeline's engine orders its passes."""
-    origin, count = line.events[0].start, min(_MICRO_BATCHES, line.num_micro_batches)
+    count = min(_MICRO_BATCHES, line.num_micro_batches)
     end = max(event.end for event in line.events if event.micro_batch < count)
-    for event in line.events:
-        if event.start < end:
-            colour = LIGHT["run5" if event.what == "forward" else "run0"]
-            span = [(event.start - origin, event.end - event.start)]
-            axes.broken_barh(span, (event.stage - 0.4, 0.8), facecolor=colour)
-    axes.set_ylim(line.num_stages - 0.5, -0.5)
-    axes.set_ylabel("stage")
+    shown = [event for event in line.events if event.end <= end]
+    draw_passes(axes, shown, line.num_stages, scale=1.0)
     axes.set_xlabel(
         f"seconds until {count} of {line.num_micro_batches} micro-batches are done, simulated; "
-        "light: forward"
+        "pale: forward"
     )

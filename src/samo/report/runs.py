@@ -9,9 +9,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from samo.errors import RunError
+from samo.pipeline.timeline import Event as Pass, Timeline
 from samo.train import events
 from samo.train.events import Event, read_events
 from samo.train.run_dir import RunDir
@@ -20,16 +21,7 @@ from samo.utils.formatting import shortened
 __all__ = []
 
 E = TypeVar("E", bound=Event)
-
-
-class Pass(NamedTuple):
-    """A forward or backward pass of a pipeline stage."""
-
-    stage: int
-    micro_batch: int
-    start_ms: float
-    length_ms: float
-    is_backward: bool
+_WHATS: Final = ("forward", "backward")
 
 
 class Run:
@@ -64,9 +56,7 @@ class Run:
         self.prune = _last(_all(log, events.Pruned))
         self.masks = self.changes[-1] if self.changes else self.prune  # their sizes now
         self.state = _last(_all(log, events.Accounted))
-        self.timeline = _last(_all(log, events.Scheduled))
-        self.passes = _passes(self.timeline)
-        self.passes_ms = max((each.start_ms + each.length_ms for each in self.passes), default=0.0)
+        self.timeline = _timeline(_last(_all(log, events.Scheduled)))
         self.sample = _last(_all(log, events.Sampled))
         self.saved = _last(_all(log, events.Saved))
         self.last_eval = _last(finite_evals(log))
@@ -107,16 +97,17 @@ def _last(found: Sequence[E]) -> E | None:
     return found[-1] if found else None
 
 
-def _passes(line: events.Scheduled | None) -> list[Pass]:
-    """Return the passes of a run's last batch, without those that a file cannot mean."""
+def _timeline(line: events.Scheduled | None) -> Timeline | None:
+    """Return the passes of a run's last batch that make sense; None if there are none."""
     if line is None:
-        return []
+        return None
     rows = list(zip(line.stages, line.numbers, line.start_ms, line.end_ms))
-    return [
-        Pass(stage, number, start, end - start, 2 * place >= len(rows))
+    passes = [
+        Pass(start / 1e3, end / 1e3, stage, _WHATS[2 * place >= len(rows)], number)
         for place, (stage, number, start, end) in enumerate(rows)
         if 0 <= stage < line.num_stages and 0 <= start <= end < 1e12
     ]
+    return Timeline(line.num_stages, line.micro_batches, passes) if passes else None
 
 
 def read_run(path: str | Path) -> Run:
