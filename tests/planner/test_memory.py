@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import samo
 from samo.models.chunked_loss import MAX_LOGITS
 from samo.models.gpt import GPT, GPTConfig
+from samo.planner.configs import from_module
 from samo.planner.memory import Job, Layout, peak, stage_state, stages
-from samo.planner.modules import from_module, pruned_by_masks
+from samo.planner.sparsity import pruned_by_masks
 from tests.meters import LiveBytes, live_storages
 from tests.ranks import run_ranks
 

@@ -73,8 +73,10 @@ def _renamed(name: str) -> tuple[str, bool]:
 
 def write_byte_tokenizer(folder: Path, context: int) -> None:
     """Write a tokenizer.json whose tokens are the bytes of UTF-8, as `samo train` reads them."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    vocab = {letter: byte for byte, letter in enumerate(_letters_of_bytes())}
+    vocab = {letter: byte for byte, letter in sorted(bytes_to_unicode().items())}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
@@ -85,13 +87,3 @@ def write_byte_tokenizer(folder: Path, context: int) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-
-
-def _letters_of_bytes() -> list[str]:
-    """Return the letter that stands for each byte in a vocabulary of GPT-2's kind.
-
-    Bytes that are letters of Latin-1 stand for themselves; the others follow from U+0100 on.
-    """
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(others)) for byte in range(256)]

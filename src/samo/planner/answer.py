@@ -10,13 +10,13 @@ from samo.memory.predict import Scheme
 from samo.models.shapes import SHAPES
 from samo.planner.advice import SEQUENCES, fewest_gpus, what_would_fit
 from samo.planner.command import command
-from samo.planner.configs import from_config, read_config
-from samo.planner.folders import pruned_as_read
+from samo.planner.configs import from_config, from_module, read_config
 from samo.planner.hardware import Cluster, Hardware, Link, find_hardware
 from samo.planner.memory import Job
 from samo.planner.network import ENDS, Network, named
 from samo.planner.public_models import PUBLIC
 from samo.planner.search import Option, ranked, search
+from samo.planner.sparsity import pruned_as_read, pruned_by_masks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -181,8 +181,6 @@ def plan(
     network, source, folder = _find(target)
     read = None
     if masks is not None:
-        from samo.planner.modules import pruned_by_masks  # loads torch, as the masks did
-
         network, pruned_by = pruned_by_masks(network, masks), ""
     elif sparsity is None and not rules and folder and (read := pruned_as_read(folder, network)):
         network, pruned_by = read
@@ -243,8 +241,6 @@ def _find(
     if isinstance(target, Network):
         return target, target.name, None
     if not isinstance(target, str | Path):
-        from samo.planner.modules import from_module
-
         return from_module(target), None, None
     path, name = Path(target), str(target).lower()
     if target not in SHAPES and (path.exists() or path.suffix == ".json"):

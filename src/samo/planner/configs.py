@@ -16,7 +16,7 @@ from samo.models.shapes import GPTConfig
 from samo.planner.network import Layer, Matrix, Network, gpt
 from samo.utils import untrusted
 
-__all__ = ["FAMILIES", "from_config", "read_config"]
+__all__ = ["FAMILIES", "from_config", "from_module", "read_config"]
 
 _MAX_BYTES: Final = 2**24
 
@@ -51,6 +51,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"'{file}' is not the config of a model")
     return found
+
+
+def from_module(model: Any) -> Network:
+    """Return the network of samo's GPT or of a model of Hugging Face, on the meta device too."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(config, GPTConfig):
+        return gpt(config)
+    if hasattr(config, "to_dict") and hasattr(model, "get_output_embeddings"):
+        return from_config(config.to_dict(), type(model).__name__)
+    raise ConfigError(
+        f"samo.plan takes samo's GPT or a causal language model of Hugging Face, got "
+        f"{type(model).__name__}; print(samo.ledger(model, opt)) shows the state of any model"
+    )
 
 
 def from_config(config: Mapping[str, Any], name: str = "") -> Network:

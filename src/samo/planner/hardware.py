@@ -238,16 +238,12 @@ def _read(path: Path) -> Hardware:
         known = [entry.name for entry in fields(Hardware)]
         for key in found:
             if key not in known:
-                raise ConfigError(
-                    f"hardware file '{path}': unknown key '{key}'{nearest(key, known)}; it takes "
-                    f"{', '.join(known)}"
+                raise ValueError(
+                    f"unknown key '{key}'{nearest(key, known)}; it takes {', '.join(known)}"
                 )
         for key in {"intra", "inter"} & {*found}:
             found[key] = Link(**found[key])
         return Hardware(**{"name": path.stem, **found})
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"hardware file '{path}': {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"hardware file '{path}': {error}") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"hardware file '{path}': {what}") from None

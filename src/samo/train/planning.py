@@ -12,11 +12,12 @@ from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.memory.predict import Scheme
 from samo.models.chunked_loss import MAX_LOGITS
+from samo.planner.configs import from_module
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout, peak
-from samo.planner.modules import from_module, pruned_by_masks
 from samo.planner.network import ENDS, gpt
 from samo.planner.search import choose, dense_phase, layouts
+from samo.planner.sparsity import pruned_by_masks
 from samo.planner.this_machine import this_cluster
 from samo.train.config import AUTO, TrainConfig
 from samo.train.finetune_config import Config, FinetuneConfig

@@ -1,21 +1,27 @@
-"""How far a Hugging Face folder is pruned, from the headers of its files: no torch is loaded.
+"""How far a model is pruned: by masks in hand, or by the files of a Hugging Face folder.
 
-Bits of masks.safetensors are counted. In folders with bitmaps beside kept values, shapes say it.
+No torch is loaded. Bits of masks.safetensors are counted. In folders with bitmaps beside kept
+values, the shapes in the headers say it.
 """
 
 import math
+import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from samo.errors import ConfigError
 from samo.planner.configs import read_json
 from samo.planner.network import Kind, Network
 from samo.utils import untrusted
 
-__all__ = ["pruned_as_counted", "pruned_as_read"]
+if TYPE_CHECKING:
+    from samo.mask.masks import Masks
+
+__all__ = ["pruned_as_read", "pruned_by_masks"]
 
 # Written by packages that load torch, so the names are repeated here; tests write real folders.
 _MASKS: Final = "masks.safetensors"
@@ -49,7 +55,7 @@ def pruned_as_read(path: Path, network: Network) -> tuple[Network, str] | None:
     if not pruned:
         return None
     try:
-        found = pruned_as_counted(network, pruned)
+        found = _pruned_as_counted(network, pruned)
     except ConfigError as error:
         raise ConfigError(
             f"the masks of '{folder}' are not of its model: {error}; set --sparsity"
@@ -57,7 +63,13 @@ def pruned_as_read(path: Path, network: Network) -> tuple[Network, str] | None:
     return found, _MASKS if files == [masks] else "the bitmaps of the folder"
 
 
-def pruned_as_counted(network: Network, pruned: Mapping[tuple[str, int], int]) -> Network:
+def pruned_by_masks(network: Network, masks: "Masks") -> Network:
+    """Return the network with what masks prune of each kind of matrix."""
+    pruned = {(name, len(mask.shape)): mask.numel - mask.kept for name, mask in masks.items()}
+    return _pruned_as_counted(network, pruned)
+
+
+def _pruned_as_counted(network: Network, pruned: Mapping[tuple[str, int], int]) -> Network:
     """Return the network with sparsities; ``pruned`` counts weights by name and dimensions."""
     count: Counter[Kind] = Counter()
     for (name, dims), number in pruned.items():
@@ -80,54 +92,44 @@ def _kind(name: str, dims: int) -> Kind:
 
 def _mask_file(path: Path) -> dict[tuple[str, int], int]:
     """Count the bits of samo's mask file, a chunk at a time."""
-    with _opened(path) as stream:
-        header, start = _header(stream)
+    found = {}
+    with _opened(path) as (header, data, start):
         shapes = untrusted.parse_json(header["__metadata__"]["shapes"].encode())
-        found = {}
         for name, shape in shapes.items():
-            begin, end = header[name]["data_offsets"]
-            stream.seek(start + begin)
-            kept = sum(int.from_bytes(piece).bit_count() for piece in _pieces(stream, end - begin))
+            begin, end = (start + offset for offset in header[name]["data_offsets"])
+            if not start <= begin <= end <= len(data):
+                raise ValueError("it is cut short")
+            chunks = (data[at : min(at + _CHUNK, end)] for at in range(begin, end, _CHUNK))
+            kept = sum(int.from_bytes(chunk).bit_count() for chunk in chunks)
             found[name, len(shape)] = math.prod(shape) - kept
     return found
 
 
 def _weight_file(path: Path) -> dict[tuple[str, int], int]:
     """Take the weights with a bitmap beside their kept values."""
-    with _opened(path) as stream:
-        header, _ = _header(stream)
     found = {}
-    for name, entry in header.items():
-        for suffix, values, digest in _BITMAPS:
-            weight = name.removesuffix(suffix)
-            if name.endswith(suffix) and weight + values in header:
-                kept = math.prod(header[weight + values]["shape"])
-                found[weight, 2] = 8 * (math.prod(entry["shape"]) - digest) - kept
+    with _opened(path) as (header, _, _):
+        for name, entry in header.items():
+            for suffix, values, digest in _BITMAPS:
+                weight = name.removesuffix(suffix)
+                if name.endswith(suffix) and weight + values in header:
+                    kept = math.prod(header[weight + values]["shape"])
+                    found[weight, 2] = 8 * (math.prod(entry["shape"]) - digest) - kept
     return found
 
 
-def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    while size > 0:
-        piece = stream.read(min(size, _CHUNK))
-        if not piece:
-            raise ValueError("it is cut short")
-        size -= len(piece)
-        yield piece
-
-
-def _opened(path: Path) -> BinaryIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], mmap.mmap, int]]:
+    """Yield the header of a safetensors file, all its bytes, and where its tensors start."""
     file = path.resolve()
     # Links of the hub's cache lead to the files of the same repository.
     is_cached = file.parent == path.parent.resolve().parent.parent / "blobs"
     untrusted.check_file(file if is_cached else path)
-    return open(file, "rb")
-
-
-def _header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
-    size = int.from_bytes(stream.read(8), "little")
-    if size > min(_MAX_HEADER, os.fstat(stream.fileno()).st_size):
-        raise ValueError("it is not a safetensors file")
-    found = untrusted.parse_json(stream.read(size))
-    if not isinstance(found, dict):
-        raise ValueError("its header is not an object")
-    return found, 8 + size
+    with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 8 + int.from_bytes(data[:8], "little")
+        if start > min(_MAX_HEADER, len(data)):
+            raise ValueError("it is not a safetensors file")
+        header = untrusted.parse_json(data[8:start])
+        if not isinstance(header, dict):
+            raise ValueError("its header is not an object")
+        yield header, data, start
