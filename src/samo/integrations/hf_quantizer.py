@@ -24,8 +24,7 @@ from samo.core.compress import compress_, keep_resident
 from samo.core.modules import BITMAP, MIXINS, named_weights
 from samo.errors import CheckpointError
 from samo.integrations import folder_files
-from samo.integrations.compressed_files import check_specs, read_masks
-from samo.integrations.folder_files import METHOD, VERSION, Spec
+from samo.integrations.folder_files import METHOD, VERSION, Spec, check_specs, read_masks
 from samo.mask.masks import Masks
 
 __all__ = ["SamoConfig"]

@@ -23,7 +23,7 @@ from samo.checkpoint.tensors import SavedTensors
 from samo.core.compress import compress_
 from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError
-from samo.integrations import compressed_files, folder_files, hugging_face
+from samo.integrations import folder_files, hugging_face
 from samo.integrations.folder_files import CONFIG, MASKS
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
@@ -193,7 +193,7 @@ def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
         masks = load_masks(folder)
     else:
         specs = folder_files.read_specs(folder_files.weight_files(folder))
-        masks = compressed_files.read_masks(model, specs)
+        masks = folder_files.read_masks(model, specs)
     masks.parameters_of(model)
     return masks
 

@@ -11,7 +11,8 @@ writes its own. Right of the bar, and of a conversation what the assistant says,
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,33 +108,33 @@ class ModelTokenizer:
         self, examples: Sequence[tuple[str, Example]]
     ) -> Iterator[NDArray[np.int32]]:
         """Yield the tokens of examples, complemented where they are only read."""
-        texts: list[str] = []  # of all examples, because a batch is encoded on all cores
-        said: list[list[tuple[int, int]]] = []  # of each conversation
-        for place, example in examples:
-            if isinstance(example, Text):
-                texts.append(example.text)
-            elif isinstance(example, Completion):
-                texts += (example.prompt, example.prompt + example.completion)
-            elif not self._is_tagged(place, example):
-                text, turns = self._render(place, example)
-                texts.append(text)
-                said.append(turns)
-        encoded, turns_of = iter(self._encode(texts)), iter(said)
-        for place, example in examples:
-            if isinstance(example, Text):
-                yield self._marked([], next(encoded).ids)
-            elif isinstance(example, Completion):
-                prompt, whole = next(encoded).ids, next(encoded).ids
-                rest = whole[len(prompt) :]
-                if whole[: len(prompt)] != prompt:
-                    # A token spans the border. A prompt is always encoded as it is when the model
-                    # is used, without what follows.
-                    rest = self._encode([example.completion])[0].ids
-                yield self._marked(prompt, rest)
-            elif self._is_tagged(place, example):
-                yield self._tagged(place, example)
-            else:
-                yield _learning(next(encoded), next(turns_of))
+        plans = [self._plan(place, example) for place, example in examples]
+        # All at once, because a batch is encoded on all cores.
+        encoded = iter(self._encode([text for texts, _ in plans for text in texts]))
+        for texts, finish in plans:
+            yield finish(*(next(encoded) for _ in texts))
+
+    def _plan(
+        self, place: str, example: Example
+    ) -> tuple[list[str], Callable[..., NDArray[np.int32]]]:
+        """Return the texts of an example, and what makes its tokens of their encodings."""
+        if isinstance(example, Text):
+            return [example.text], lambda text: self._marked([], text.ids)
+        if isinstance(example, Completion):
+            whole = example.prompt + example.completion
+            return [example.prompt, whole], partial(self._completed, example)
+        if self._is_tagged(place, example):
+            return [], partial(self._tagged, place, example)
+        text, turns = self._render(place, example)
+        return [text], partial(_learning, turns)
+
+    def _completed(self, example: Completion, prompt: Any, whole: Any) -> NDArray[np.int32]:
+        rest = whole.ids[len(prompt.ids) :]
+        if whole.ids[: len(prompt.ids)] != prompt.ids:
+            # A token spans the border. A prompt is always encoded as it is when the model is used,
+            # without what follows.
+            rest = self._encode([example.completion])[0].ids
+        return self._marked(prompt.ids, rest)
 
     def _encode(self, texts: list[str]) -> Sequence[Any]:
         with naming(self._path, "has a tokenizer that cannot encode the text"):
@@ -237,7 +238,7 @@ def _turn(whole: str, head: str, until: str, eos: str | None) -> tuple[int, int]
     return (start, stop) if whole.startswith(until) else None
 
 
-def _learning(encoding: Any, turns: list[tuple[int, int]]) -> NDArray[np.int32]:
+def _learning(turns: list[tuple[int, int]], encoding: Any) -> NDArray[np.int32]:
     """Return tokens, complemented unless they overlap a turn."""
     tokens = np.array(encoding.ids, dtype=np.int32)
     starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
