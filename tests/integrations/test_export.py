@@ -8,23 +8,9 @@ import torch
 
 import samo
 from samo.errors import CheckpointError
-from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
+from samo.integrations.model_folders import tokenizer_folder
 from samo.utils import atomic_io
-from tests.integrations.cases import FAMILIES, load, logits, names, pruned
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_dense_folder_has_the_weights_the_zeros_and_the_masks(
-    family: str, tmp_path: Path
-) -> None:
-    model, masks = pruned(family)
-    before = logits(model)
-    out = samo.export(model, tmp_path / "dense", masks=masks)
-    again = load(out)
-    assert torch.equal(logits(again), before)
-    assert open_masks(out, again) == masks
-    assert samo.Masks.from_zeros(again) != masks  # a kept weight is 0
-    assert names(out) >= {"config.json", "model.safetensors", "masks.safetensors", "README.md"}
+from tests.integrations.cases import load, names, pruned
 
 
 def test_masks_make_zeros_without_changing_the_model(tmp_path: Path) -> None:
@@ -37,13 +23,6 @@ def test_masks_make_zeros_without_changing_the_model(tmp_path: Path) -> None:
     masks.apply_(model)
     for name, param in again.named_parameters():
         assert torch.equal(param, model.get_parameter(name).to(torch.bfloat16))
-
-
-def test_weights_are_cut_into_files(tmp_path: Path) -> None:
-    model, masks = pruned("Llama")
-    out = samo.export(model, tmp_path / "out", masks=masks, max_shard_size="30KB")
-    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
-    assert torch.equal(logits(open_model(out)), logits(model))
 
 
 def test_tokenizer_files_are_copied_and_nothing_else(tmp_path: Path) -> None:

@@ -14,17 +14,7 @@ from samo.report.page import write_report
 from samo.report.runs import Run, read_run, read_runs
 from samo.report.theme import DARK, LIGHT, drawing, to_svg
 from samo.train.events import Event, Scheduled
-from tests.report.runs import (
-    KEPT,
-    NUMEL,
-    evaluated,
-    gradual,
-    observed,
-    pruned,
-    remapped,
-    stepped,
-    write_run,
-)
+from tests.report.runs import evaluated, observed, pruned, stepped, write_run
 
 
 def draw(kind: str, content: Any) -> Any:
@@ -113,20 +103,6 @@ def test_early_bird_distances_are_drawn_up_to_pruning(tmp_path: Path) -> None:
     assert mark.get_xdata() == [100, 100]
     assert {"threshold 0.1", "pruned to 90 %"} <= set(texts(axes))
     assert axes.get_xlim() == (0, 104)
-
-
-def test_sparsity_and_replaced_fractions_are_drawn_at_their_steps(tmp_path: Path) -> None:
-    (axes,) = draw("change", read_runs([write_run(tmp_path, sparsity=0.0, more=gradual())])).axes
-    (line,) = axes.lines
-    assert line.get_xdata().tolist() == [100, 150, 200, 250, 300]
-    expected = [0.0, 1 - 400_000 / NUMEL, 1 - 100_000 / NUMEL, 0.9, 0.9]
-    assert line.get_ydata() == pytest.approx(expected, abs=1e-5)
-    assert axes.get_ylim() == (0, 1)
-    moves = [remapped(step, KEPT, KEPT, KEPT // 4) for step in (150, 200)]
-    (axes,) = draw("change", read_runs([write_run(tmp_path, more=moves)])).axes
-    (points,) = axes.lines
-    assert points.get_xdata().tolist() == [150, 200]
-    assert points.get_ydata() == pytest.approx([0.25, 0.25], abs=1e-3)
 
 
 # Two stages, two micro-batches: 12 ms, of which stages compute 2 * 2 * (1 + 2) of 2 * 12.

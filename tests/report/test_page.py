@@ -79,8 +79,8 @@ def test_the_page_has_its_sections_in_order(source: str) -> None:
         "SAMO paper, compressed",
         "compressed, measured",
         "Masks settled at step 100",
-        "Masks were pruned further 3 times, to 90 % sparsity",
         "The runs side by side",
+        "Masks were pruned further 3 times, to 90 % sparsity",
         "How the model continues a text",
         "Settings that differ",
         "How it was measured",
@@ -116,7 +116,7 @@ def test_figures_refer_to_ids_and_colours_of_the_page(source: str) -> None:
     wanted |= set(re.findall(r"url\(#([^)]*)\)", source))
     assert wanted
     assert wanted <= set(ids)
-    assert len(page.values("aria-label")) == len(re.findall("<svg", source)) == 5
+    assert len(page.values("aria-label")) == len(re.findall("<svg", source)) == 4
     used = set(re.findall(r"var\(--(\w+)\)", source)) - {"font", "mono", "colour"}
     assert used <= set(LIGHT)
     assert source.count("--page: ") == 2  # light and dark

@@ -1,4 +1,4 @@
-"""The figures of the report: losses, memory, throughput, and masks over time."""
+"""The figures of the report: losses, memory, throughput, early masks, and a pipeline's passes."""
 
 import itertools
 import math
@@ -133,33 +133,6 @@ def ticket_figure(run: Run) -> Figure:
     return figure
 
 
-def change_figure(runs: Sequence[Run]) -> Figure:
-    """Draw the sparsity over steps, or if it is constant the fraction replaced at each change."""
-    figure, axes = _curve_figure(264, runs, "00.0 %")
-    labels: list[Label] = []
-    highest = 0.0
-    is_sparser = runs[0].is_pruned_in_steps
-    for run in runs:
-        colour = run_colour(run.place)
-        x = [change.step for change in run.changes]
-        if is_sparser and run.prune is not None:
-            x = [run.prune.step, *x, run.last_step]
-            y = [run.prune.sparsity, *(change.sparsity for change in run.changes)]
-            y.append(y[-1])
-            axes.step(x, y, where="post", color=colour, linestyle=run_dashes(run.place))
-        else:
-            y = [change.replaced for change in run.changes]
-            axes.vlines(x, 0, y, color=colour, linewidth=2.0, alpha=0.5)
-            axes.plot(x, y, "o", color=colour, markersize=4.5)
-        highest = max(highest, *y)
-        labels.append(_end_label(run, formatting.percent(y[-1]), y[-1]))
-    axes.set_ylim(0, 1.0 if is_sparser else 1.15 * highest or 1.0)
-    what = "weights pruned" if is_sparser else "kept weights replaced"
-    _finish(axes, runs, what, percent=True)
-    _label_ends(axes, labels)
-    return figure
-
-
 def timeline_figure(line: Timeline) -> Figure:
     """Draw the passes of a pipeline's last batch."""
     height = 26 * min(line.num_stages, 64) + 60
@@ -230,7 +203,7 @@ def _draw_phases(
             axes.plot(*means, color=colour, linestyle=dashes, linewidth=width)
 
 
-def _finish(axes: Axes, runs: Sequence[Run], quantity: str, *, percent: bool = False) -> None:
+def _finish(axes: Axes, runs: Sequence[Run], quantity: str) -> None:
     """Set the x axis, ticks and grid, and write what the axes show."""
     axes.set_xlim(0, max(run.last_step for run in runs) or 1)
     axes.grid(axis="y")
@@ -242,8 +215,7 @@ def _finish(axes: Axes, runs: Sequence[Run], quantity: str, *, percent: bool = F
     decimals = max(len(f"{tick:.6f}".rstrip("0").partition(".")[2]) for tick in ticks)
     # A diverged loss or a GPU's throughput has more digits than there is room for.
     style = ".6g" if max(map(abs, ticks)) >= 1e6 else f",.{decimals}f"
-    write = formatting.percent if percent else lambda value: format(value, style)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format(value, style)))
     axes.set_xlabel("step", fontsize=11)
     # Above the y axis, where it is read first.
     at, shift = (0, 1), (-_LEFT, 12)

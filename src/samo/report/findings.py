@@ -69,6 +69,7 @@ def bytes_per_param(run: Run) -> float | None:
 NUMBERS: Final[dict[str, Callable[[Run], str]]] = {
     "parameters": lambda run: count(run.num_params),
     "sparsity": lambda run: percent(run.masks.sparsity if run.masks else None),
+    "changes of masks": lambda run: change_finding(run) if run.changes else NOTHING,
     "steps": lambda run: count(run.last_step),
     "tokens": lambda run: count(run.steps[-1].tokens if run.steps else None),
     "training loss": lambda run: loss(last_loss(run)) + " (text and teacher)" * run.has_teacher,
