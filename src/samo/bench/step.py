@@ -164,7 +164,9 @@ class Contest:
             model.compile(fullgraph=True, mode="reduce-overhead")
         start = mark(self._device)
         for _ in range(self.warm_up - 1):
-            self._whole_step(contender)
+            self._gradients(contender)
+            contender.update()
+            contender.keep_masks()
         self._gradients(contender)
         state_bytes, account = contender.state_bytes(), contender.account()
         contender.update()
@@ -197,11 +199,6 @@ class Contest:
             self._gradients(contender)
             contender.update()
         return elapsed_ms(start, mark(self._device)) / steps
-
-    def _whole_step(self, contender: Contender) -> None:
-        self._gradients(contender)
-        contender.update()
-        contender.keep_masks()
 
     def _gradients(self, contender: Contender) -> Tensor:
         if self.compile == "graphs":  # loss and gradients of the last step may be overwritten

@@ -179,7 +179,6 @@ def plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")
     network, source, folder = _find(target)
-    read = None
     if masks is not None:
         network, pruned_by = pruned_by_masks(network, masks), ""
     elif sparsity is None and not rules and folder and (read := pruned_as_read(folder, network)):
@@ -188,13 +187,13 @@ def plan(
         usual = _SPARSITY if network.command else _LM_SPARSITY
         network = network.pruned(usual if sparsity is None else sparsity, rules)
         pruned_by = "" if sparsity is not None else _ASSUMED
-    teaching, teacher_name, _ = (None, None, None) if teacher is None else _find(teacher)
-    taken = 0
-    if teaching is not None:
+    teacher_name, taken = None, 0
+    if teacher is not None:
         if network.command:
             raise ConfigError(
                 "samo train has no teacher; plan for a language model of Hugging Face"
             )
+        teaching, teacher_name, _ = _find(teacher)
         taken = teaching.num_params * (4 if hardware.dtype == "float32" else 2)
         hardware = replace(hardware, reserved_bytes=hardware.reserved_bytes + taken)
     cluster = Cluster(hardware=hardware, num_gpus=gpus)

@@ -1,7 +1,6 @@
 """What to type, or to write, to train with the layout of a plan."""
 
 import shlex
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from samo.planner.hardware import Cluster
@@ -30,7 +29,7 @@ def command(plan: "Plan", own: Layout) -> str:
     job, cluster = plan.job, plan.cluster
     is_gpt = bool(job.network.command)
     if plan.source is None or (own.pipe > 1 and not is_gpt):
-        return "\n".join(_python(plan, own))
+        return _python(plan, own)
     what = f"finetune {shlex.quote(plan.source)} --data FILE"
     if is_gpt:
         what = f"train TEXT {job.network.command} --vocab-size {job.network.vocab_size}"
@@ -89,46 +88,42 @@ def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
     return base, {_PATTERNS[kind]: of[kind] for kind in of if of[kind] != usual[kind]}
 
 
-def _python(plan: "Plan", own: Layout) -> Iterator[str]:
-    """Yield lines for a module, or a pipeline, in the order that DDP, FSDP2 and pipelines need."""
+def _python(plan: "Plan", own: Layout) -> str:
+    """Return lines for a module, or a pipeline, in the order that DDP, FSDP2 and pipelines need."""
     job, dtype = plan.job, f"dtype=torch.{plan.job.dtype}"
-    ends: tuple[str, ...] = ("get_input_embeddings()", "get_output_embeddings()")
-    if plan.source is not None:
-        yield f"model = AutoModelForCausalLM.from_pretrained({plan.source!r}, {dtype})"
-    if job.network.has_chunks:  # samo's own GPT
-        ends = ("embed", "position", "head")
-        if own.checkpointing:
-            yield "model.config = dataclasses.replace(model.config, is_checkpointed=True)"
-    else:
-        if own.checkpointing:
-            yield "model.gradient_checkpointing_enable()"
-        if own.pipe == 1:
-            yield "samo.chunk_loss_(model)"
-    for end in ends if job.network.frozen else ():
-        yield f"model.{end}.requires_grad_(False)"
-    part = "model"
-    if own.pipe > 1:
-        mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"
-        count = own.micro_batches(job)
-        yield f"pipeline = samo.Pipeline(model, loss_fn, {mesh}, micro_batches={count})"
-        part = "pipeline.module"
+    is_gpt, is_pipe = job.network.has_chunks, own.pipe > 1
+    part = "pipeline.module" if is_pipe else "model"
+    ends = ["embed", "position", "head"]
+    if not is_gpt:
+        ends = ["get_input_embeddings()", "get_output_embeddings()"]
+    mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"
+    passes = f"micro_batches={own.micro_batches(job)}"
     sparsity, rules = _sparsities(job)
     by_rule = f", rules={rules}" if rules else ""
-    if plan.is_pruned:
-        yield f"masks = samo.Masks.from_zeros({part})"
-    else:
-        yield f"masks = samo.prune({part}, {sparsity:g}{by_rule})"
     types = dtype
     if own.state == "lean":
         types += ", value_dtype=torch.bfloat16"
     elif own.num_ranks == 1 and job.dtype == "bfloat16":
         types += ", grad_dtype=torch.bfloat16"
-    move = "" if own.pipe > 1 or job.dtype == "float32" else ".cuda()"
-    yield f"samo.compress_({part}, masks, weights={own.weights!r}, {types}){move}"
-    if own.shard:
-        yield "for layer in layers: fully_shard(layer)  # its blocks; see docs/distributed.md"
-        yield "fully_shard(model)"
-    elif own.data > 1 and own.pipe == 1:
-        yield "replica = DistributedDataParallel(model, gradient_as_bucket_view=True)"
+    move = "" if is_pipe or job.dtype == "float32" else ".cuda()"
     groups = f"samo.param_groups({part}, lr=1e-5, weight_decay=0.1)"
-    yield f'opt = samo.AdamW({groups}, state="{own.state}")  # choose your own rate'
+    lines = {
+        f"model = AutoModelForCausalLM.from_pretrained({plan.source!r}, {dtype})": plan.source,
+        "model.config = dataclasses.replace(model.config, is_checkpointed=True)": (
+            is_gpt and own.checkpointing
+        ),
+        "model.gradient_checkpointing_enable()": own.checkpointing and not is_gpt,
+        "samo.chunk_loss_(model)": not (is_gpt or is_pipe),
+        **{f"model.{end}.requires_grad_(False)": job.network.frozen for end in ends},
+        f"pipeline = samo.Pipeline(model, loss_fn, {mesh}, {passes})": is_pipe,
+        f"masks = samo.Masks.from_zeros({part})": plan.is_pruned,
+        f"masks = samo.prune({part}, {sparsity:g}{by_rule})": not plan.is_pruned,
+        f"samo.compress_({part}, masks, weights={own.weights!r}, {types}){move}": True,
+        "for layer in layers: fully_shard(layer)  # its blocks; see docs/distributed.md": own.shard,
+        "fully_shard(model)": own.shard,
+        "replica = DistributedDataParallel(model, gradient_as_bucket_view=True)": (
+            own.data > 1 and not (own.shard or is_pipe)
+        ),
+        f'opt = samo.AdamW({groups}, state="{own.state}")  # choose your own rate': True,
+    }
+    return "\n".join(line for line, is_needed in lines.items() if is_needed)

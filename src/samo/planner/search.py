@@ -6,6 +6,7 @@ without checkpointing. Where resident weights do not fit and streamed ones do, a
 is left of the memory.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -81,15 +82,14 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
         data, rest = divmod(cluster.num_gpus, pipe)
         if rest or data > job.batch:
             continue
-        for micro_batch in _powers(-(-job.batch // data)):
-            mesh = Layout(scheme=scheme, pipe=pipe, data=data, micro_batch=micro_batch)
-            for checkpointing in (False, True):
-                own = replace(mesh, checkpointing=checkpointing)
-                for state in states:
-                    for weights in kinds:
-                        yield replace(own, state=state, weights=weights)
-                if pipe == 1 and data > 1 and scheme in ("samo", "dense", "8-bit"):
-                    yield replace(own, shard=True, weights=kinds[-1])
+        mesh = Layout(scheme=scheme, pipe=pipe, data=data)
+        can_shard = pipe == 1 and data > 1 and scheme in ("samo", "dense", "8-bit")
+        for rows, again in itertools.product(_powers(-(-job.batch // data)), (False, True)):
+            own = replace(mesh, micro_batch=rows, checkpointing=again)
+            for state, weights in itertools.product(states, kinds):
+                yield replace(own, state=state, weights=weights)
+            if can_shard:
+                yield replace(own, shard=True, weights=kinds[-1])
 
 
 def search(
@@ -117,9 +117,8 @@ def ranked(options: list[Option]) -> list[Option]:
 
     def key(option: Option) -> tuple[Any, ...]:
         if option.fits and option.time.total <= (1 + _TOLERANCE) * fastest:
-            tight = (
-                option.memory.needed_bytes if option.is_tight else 0.0
-            )  # the smaller, the better
+            # Of tight ones, the smaller is the better.
+            tight = option.memory.needed_bytes if option.is_tight else 0.0
             return (0, tight > 0, option.layout.state == "lean", tight, option.time.total)
         return (1, *option.key)
 
