@@ -1,50 +1,49 @@
 """Benchmarks run at toy size, so that none rots; what they measure is not checked."""
 
-import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 from benchmarks import early_bird_intervals, early_bird_rules, large_lm, sparse_vs_dense
-from benchmarks.faults import bench as faults
+from benchmarks.faults import bench as faults, kills, mutations
 from benchmarks.layouts import bench as layouts
-from benchmarks.pipeline import simulated
+from benchmarks.pipeline import bench as pipeline, contenders, simulated
+from benchmarks.recovery import bench as recovery, figure
 from torch import Tensor
 
 from samo.cli.main import main
+from tests.benchmarks.calling import call, rows_of
+from tests.data.trained_tokenizer import save_trained_tokenizer
+from tests.integrations.tiny_lms import tiny_lm
+from tests.train.helpers import finished, run
+
+__all__ = ["finished", "run"]
 
 
-def test_a_simulation_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["bench", "--toy", "--rounds", "2", "--out", str(out)])
-    simulated.main()
-    written = [json.loads(line) for line in out.read_text().splitlines()]
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "rows.jsonl"
+
+
+def test_a_simulation_writes_its_rows(out: Path) -> None:
+    written = rows_of(simulated.main, out, "--toy", "--rounds", 2)
     assert len(written) == 7
     assert all({"device_name", "versions", "commit", "date"} <= row.keys() for row in written)
 
 
-def test_a_large_model_is_trained_by_command_and_in_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for flag in ([], ["--in-python"]):
-        out = tmp_path / f"rows{len(flag)}.jsonl"
-        given = ["llama-3-8b", "--toy", *flag, "--peers", "none", "--out", str(out)]
-        monkeypatch.setattr(sys, "argv", ["large_lm", *given])
-        large_lm.main()
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
-        assert [row["error"] for row in rows] == [
-            None,
-            None,
-            "not installed (No module named 'none')",
-        ]
-        assert [row["tokens_per_s"] > 0 for row in rows[:2]] == [True, True]
+@pytest.mark.parametrize("flags", [[], ["--in-python"]])
+def test_a_large_model_is_trained_by_command_and_in_python(flags: list[str], out: Path) -> None:
+    rows = rows_of(large_lm.main, out, "llama-3-8b", "--toy", *flags, "--peers", "none")
+    assert [row["error"] for row in rows] == [None, None, "not installed (No module named 'none')"]
+    assert [row["tokens_per_s"] > 0 for row in rows[:2]] == [True, True]
 
 
 def test_layouts_are_compared_by_what_their_runs_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         arguments = command[command.index("train") :]
@@ -56,11 +55,8 @@ def test_layouts_are_compared_by_what_their_runs_wrote(
         return SimpleNamespace(returncode=main(arguments))
 
     seen: list[list[str]] = []
-    out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(layouts, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(sys, "argv", ["layouts", "--toy", "--out", str(out)])
-    layouts.main()
-    one, other = (json.loads(line) for line in out.read_text().splitlines())
+    one, other = rows_of(layouts.main, out, "--toy")
     assert (one["layout"], other["layout"]) == ("1x1", "2x2")
     assert len(one["losses"]) == len(other["losses"]) == 4
     apart = [abs(a - b) / b for a, b in zip(other["losses"], one["losses"])]
@@ -68,22 +64,67 @@ def test_layouts_are_compared_by_what_their_runs_wrote(
     assert max(apart) > 0
 
 
+@pytest.mark.slow
+def test_recovery_measures_every_contender_and_draws_them(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be, or not to be: that is the question. " * 200)
+    tiny_lm(vocab_size=300).save_pretrained("tiny")
+    save_trained_tokenizer(Path("tiny"))
+    given = ["tiny", "--train", "text.txt", "--valid", "text.txt", "--toy"]
+    given += ["--methods", "magnitude", "wanda", "--sparsities", "0.5", "0.8"]
+    given += ["--contenders", "unpruned", "samo", "distilled"]
+    rows = rows_of(recovery.main, out, *given)
+    assert [row["contender"] for row in rows[:2]] == ["as it came", "unpruned"]
+    assert len(rows) == 2 + 2 * 2 * 3
+    assert all(row["ppl"] > 1 for row in rows)
+    call(figure.main, out)
+    assert "wanda, distilled" in out.with_suffix(".svg").read_text()
+
+
 def test_rules_and_intervals_of_tickets_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(early_bird_rules, "EVERY", 1)
     monkeypatch.setattr(early_bird_rules, "QUEUE", 2)
-    monkeypatch.setattr(sys, "argv", ["rules", "--steps", "2", "--batch-size", "1"])
-    early_bird_rules.main()
+    call(early_bird_rules.main, "--steps", 2, "--batch-size", 1)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 0.")]
     assert len(rows) == len(early_bird_rules.SPARSITIES)
     for name, value in (("QUEUE", 2), ("INTERVALS", (1, 2)), ("THRESHOLDS", (0.9,))):
         monkeypatch.setattr(early_bird_intervals, name, value)
-    arguments = ["--steps", "5", "--every", "1", "--batch-size", "1"]
-    monkeypatch.setattr(sys, "argv", ["intervals", *arguments])
-    early_bird_intervals.main()
+    call(early_bird_intervals.main, "--steps", 5, "--every", 1, "--batch-size", 1)
     rows = [line for line in capsys.readouterr().out.splitlines() if " steps | " in line]
     assert [row.startswith(("| 1 steps | 2, ", "| 2 steps | 3, ")) for row in rows] == [True, True]
+
+
+# Pipelines
+
+FIXED: Final = {
+    "torch Schedule1F1B": [4, 3, 2, 1],
+    "torch Schedule1F1B, one more": [5, 4, 3, 2],
+}
+
+
+@pytest.mark.slow
+def test_pipelines_hold_as_many_micro_batches_as_they_say(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # it takes long to load
+    monkeypatch.setattr(pipeline, "CASES", {"late": pipeline.Case(1.2, micro_batches=6)})
+    rows = rows_of(pipeline.main, out, "--toy", "--rounds", 1)
+    printed = capsys.readouterr().out
+    assert "deepspeed is not installed; left out" in printed
+    assert pipeline.table(rows) in printed
+    names = [row["contender"] for row in rows]
+    assert names == [*contenders.SAME, *contenders.ONE_MORE]
+    for row in rows:
+        name, held = row["contender"], [int(number) for number in row["held"].split()]
+        if name in FIXED:
+            assert held == FIXED[name]
+        else:
+            limits = [int(number) for number in name.partition("limits ")[2].split()]
+            assert all(1 <= number <= limit for number, limit in zip(held, limits, strict=True))
 
 
 # Sparse products
@@ -125,3 +166,32 @@ def test_who_names_the_failed_rank_is_read_from_the_output() -> None:
     assert (found["named_by_ranks"], found["named_by_launcher"]) == ([], False)
     found = faults.named("samo: rank 1 was killed by signal 9, the first", 1, None, 1)
     assert found["named_by_launcher"]
+
+
+@pytest.mark.long
+def test_a_toy_campaign_of_damaged_files_finds_nothing(out: Path) -> None:
+    total = rows_of(mutations.main, out, "--toy")[-1]
+    assert sum(total[outcome] for outcome in mutations.OUTCOMES) >= 20
+    assert not any(total[outcome] for outcome in mutations.BAD)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_is_killed_and_compared(out: Path) -> None:
+    killed, compared = rows_of(kills.main, out, "--toy", "--cases", "magnitude")
+    assert killed["whole"]
+    assert killed["all_gone"]
+    assert compared["is_equal"], compared["error"]
+
+
+def test_differences_and_leftovers_are_seen(finished: Path, run: Path) -> None:
+    assert kills.difference(run, finished) == ""
+    assert kills.leftovers(run) == set()
+    (run / "checkpoints" / "best" / "data-00000000").mkdir()
+    (run / ".run.json.1234").touch()
+    assert kills.leftovers(run) == {"checkpoints/best/data-00000000", ".run.json.1234"}
+    shutil.rmtree(run / "checkpoints" / "best")
+    assert kills.difference(run, finished).startswith("checkpoints {'last'} instead of {")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 7, "phase"', '"step": 9, "phase"'))
+    assert "'step': 9" in kills.difference(run, finished)

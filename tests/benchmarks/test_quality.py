@@ -1,13 +1,13 @@
 """The quality benchmark runs at tiny sizes, keeps its rows, and compares fairly."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.measure import read_lines
 from benchmarks.quality import gpt, rates, runs, spreads
 from benchmarks.quality.gpt_run import DENSE_BYTES, Settings, matching_shape
 from benchmarks.quality.text import even, find_text, order, windows
@@ -15,18 +15,10 @@ from benchmarks.quality.text import even, find_text, order, windows
 import samo
 from samo.errors import DataError, RunError
 from samo.models.gpt import GPT, GPTConfig
+from tests.benchmarks.calling import call
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG"
-
-
-def call(main: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
-    main()
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +32,12 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_gpts_run_once_and_leave_rows_page_and_figures(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpts_run_once_and_leave_rows_page_and_figures(text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     where = ("--quick", "--out", out, "--text", text_file, "--device", "cpu")
     common = (*where, "--steps", 24, "--lrs", 1e-3)
-    call(gpt.main, monkeypatch, *common, "--seeds", 0)
-    rows = {row["contender"]: row for row in rows_of(out)}
+    call(gpt.main, *common, "--seeds", 0)
+    rows = {row["contender"]: row for row in read_lines(out / "rows.jsonl")}
     assert list(rows) == [name for name, contender in gpt.CONTENDERS.items() if contender.is_usual]
 
     dense, pruned = rows["dense"], rows["magnitude-90"]["final_state_bytes"]
@@ -63,7 +53,7 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
         assert row["valid_loss"] < row["curve"][0][1]  # it learns
 
     before = (out / "rows.jsonl").read_bytes()
-    call(gpt.main, monkeypatch, *common, "--seeds", 0)  # nothing is left to do
+    call(gpt.main, *common, "--seeds", 0)  # nothing is left to do
     assert (out / "rows.jsonl").read_bytes() == before
     page = (out / "README.md").read_text()
     assert page.count("\n| ") == 2 + len(rows)
@@ -73,20 +63,20 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
         assert "</svg>" in (out / f"{name}.svg").read_text()
 
     (out / "README.md").unlink()
-    call(gpt.main, monkeypatch, "--out", out, "--page-only")
+    call(gpt.main, "--out", out, "--page-only")
     assert (out / "README.md").read_text() == page
 
     # With a second rate there is a table of rates; NaN is never the best.
     second = [json.dumps(row | {"lr": 3e-3, "valid_loss": float("nan")}) for row in rows.values()]
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "rows.jsonl").write_text(before.decode() + "\n".join(second) + "\n")
-    call(gpt.main, monkeypatch, "--out", tmp_path / "two", "--page-only")
+    call(gpt.main, "--out", tmp_path / "two", "--page-only")
     page = (tmp_path / "two" / "README.md").read_text()
     assert "| contender | rate 0.001 | rate 0.003 |" in page
     assert f"| dense | {dense['valid_loss']:.3f} | nan |" in page
 
     with pytest.raises(SystemExit, match=r"rows of other settings.*batch 4 and now 5"):
-        call(gpt.main, monkeypatch, *common, "--batch", 5)
+        call(gpt.main, *common, "--batch", 5)
 
 
 @pytest.mark.parametrize(("layers", "width"), [(2, 64), (3, 96)])
@@ -161,14 +151,14 @@ def test_what_was_done_stays_when_a_run_fails(tmp_path: Path) -> None:
             runs.kept_rows(tmp_path, Settings()),
         ):
             pass
-    assert [row["contender"] for row in rows_of(tmp_path)] == ["a", "c"]
+    assert [row["contender"] for row in read_lines(tmp_path / "rows.jsonl")] == ["a", "c"]
     with runs.kept_rows(tmp_path, Settings()) as kept:
         assert kept.missing(jobs) == [runs.Job("b", 0, 0.1)]
         runs.finish(kept, plan, fake_row, device=CPU, minutes=-1, say=said.append)
     assert said[-1] == "1 runs are left for the next call: b (seed 0, rate 0.1)"
     with runs.kept_rows(tmp_path, Settings()) as kept:
         runs.finish(kept, plan, fake_row, device=CPU, say=said.append)
-    assert [row["contender"] for row in rows_of(tmp_path)] == ["a", "c", "b"]
+    assert [row["contender"] for row in read_lines(tmp_path / "rows.jsonl")] == ["a", "c", "b"]
 
 
 def test_other_seeds_wait_for_the_best_rate_of_the_first() -> None:

@@ -18,6 +18,7 @@ from samo.bench.contenders import CONTENDERS
 from samo.bench.step import contenders as chosen
 from samo.train.resolve import check_ranges
 from tests.bench.test_step import built
+from tests.benchmarks.calling import call, rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,7 @@ def test_contenders_that_are_not_installed_are_named(
         assert f"not measured: {name}: not installed (" in shown
         assert f"- {name}: not installed (" in (out / "README.md").read_text()
     assert rows["autocast"]["figures"]["state_bytes_per_param"] == pytest.approx(16, abs=0.02)
-    with mock.patch.object(sys, "argv", ["figures", str(out)]):
-        figures.main()
+    call(figures.main, out)
     assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
     assert ">autocast<" in (out / "step.svg").read_text()
 
@@ -106,10 +106,9 @@ def test_lines_are_measured_by_the_command(
     out = tmp_path / "rows.jsonl"
     stopped = subprocess.TimeoutExpired
     monkeypatch.setattr(streamed, "subprocess", SimpleNamespace(run=run, TimeoutExpired=stopped))
-    monkeypatch.setattr(sys, "argv", ["bench", "eager", "13b", "--toy", "--out", str(out)])
-    streamed.main()
+    rows = rows_of(streamed.main, out, "eager", "13b", "--toy")
     assert [command[command.index("--shape") + 1] for command in seen] == ["gpt3-2.7b", "gpt3-13b"]
-    assert [(row["line"], row["name"]) for row in read_lines(out)] == [
+    assert [(row["line"], row["name"]) for row in rows] == [
         ("eager", "masked"),
         ("eager", "samo"),
         ("eager", "streamed"),
