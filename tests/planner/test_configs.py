@@ -116,10 +116,9 @@ def test_a_wrong_config_is_named(content, message, tmp_path) -> None:
 
 
 def test_pipes_and_devices_are_refused(tmp_path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="cannot be read as JSON: it is not a file"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="cannot be read as JSON: it is not a file"):
-        read_config(tmp_path)
+    config = tmp_path / "config.json"
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(config)
+        with pytest.raises(ConfigError, match="cannot be read as JSON: it is not a file"):
+            read_config(tmp_path)
+        config.unlink()

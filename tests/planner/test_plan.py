@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import samo
 from samo.cli.commands import Finetune, Train
@@ -23,6 +22,7 @@ from samo.planner.public_models import PUBLIC
 from samo.planner.search import dense_phase
 from samo.planner.this_machine import this_hardware
 from samo.train.resolve import resolve
+from tests.integrations.tiny_lms import tiny_lm
 
 LONG = pytest.mark.long
 
@@ -311,11 +311,7 @@ def test_about_as_fast_is_exact_and_leaves_room() -> None:
 def test_the_lines_for_a_module_run(family: str, gpu: str) -> None:
     model: Any = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
     if family == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            vocab_size=256, max_position_embeddings=64,
-        )  # fmt: skip
-        model = transformers.LlamaForCausalLM(config)
+        model = tiny_lm(vocab_size=256)
     found = samo.plan(model, sparsity=0.5, gpu=gpu, freeze_embeddings=True)
     for option in found.options:  # such as checkpointed ones
         lines = command(found, option.layout).replace(".cuda()", "")
@@ -353,12 +349,3 @@ def test_the_figure_shows_memory_and_time(name, tmp_path) -> None:
     assert code == 0
     written = path.read_bytes()
     assert written[1:4] == b"PNG" if name.endswith("png") else b"seconds of a step" in written
-
-
-def test_sparsity_of_kinds_changes_the_plan() -> None:
-    def state(**rules: float) -> float:
-        found = samo.plan("gpt3-13b", gpu="h200", rules=rules)
-        kinds = ((one.layout.weights, one.layout.state) for one in found.options)
-        return found.options[[*kinds].index(("resident", "exact"))].memory.state_bytes
-
-    assert state(attention=0.0) > 1.5 * state()

@@ -6,22 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 
 import samo
 from samo.errors import ConfigError
 from samo.planner.public_models import PUBLIC
+from tests.integrations.tiny_lms import tiny_lm
 
 
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=256, max_position_embeddings=64,
-    )  # fmt: skip
     folders = {}
     for style in ("dense", "compressed", "bitmask"):
-        model = transformers.LlamaForCausalLM(config)
+        model = tiny_lm(hidden_size=64, intermediate_size=128)
         masks = samo.prune(model, 0.6, rules={"*mlp*": 0.7})
         masks.apply_(model)
         folders[style] = tmp_path_factory.mktemp("folders") / style

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from samo.planner.memory import SCHEMES
@@ -143,7 +142,7 @@ def _memory_table(plan: "Plan", options: Sequence[Option]) -> Iterator[str]:
         parts = {name: sum(memory.at_peak[k] for k in kinds) for name, kinds in _BYTES.items()}
         rows.append({"needs": memory.needed_bytes, "peak": memory.peak_bytes, **parts})
     unit, scale = ("GB", 1e9) if max(row["needs"] for row in rows) >= 1e9 else ("MB", 1e6)
-    return _table({**_names(unit, plan, options), **_columns(rows, scale, 1)})
+    return _table(_names(unit, plan, options), rows, scale, 1)
 
 
 def _time_table(plan: "Plan", options: Sequence[Option]) -> Iterator[str]:
@@ -151,43 +150,40 @@ def _time_table(plan: "Plan", options: Sequence[Option]) -> Iterator[str]:
     parts = {key: name for key, name in _SECONDS.items() if is_many or key not in _ONLY_MANY}
     rows = []
     for time in (option.time for option in options):
-        rows.append(
-            {"step": time.total, **{parts[k]: v for k, v in asdict(time).items() if k in parts}}
-        )
+        rows.append({"step": time.total, **{parts[k]: getattr(time, k) for k in parts}})
     longest = max(row["step"] for row in rows)
     unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
-    sizes = {"size": [str(option.layout.micro_batch) for option in options]}
+    names = _names(unit, plan, options)
+    names["size"] = [str(option.layout.micro_batch) for option in options]
     if not is_many:  # many GPUs have more parts of a step, and no room for the rate
-        sizes["tokens/s"] = [count(plan.job.tokens / row["step"]) for row in rows]
-    digits = 1 if unit == "ms" or longest >= 100 else 2
-    return _table({**_names(unit, plan, options), **sizes, **_columns(rows, scale, digits)})
+        names["tokens/s"] = [count(plan.job.tokens / row["step"]) for row in rows]
+    return _table(names, rows, scale, 1 if unit == "ms" or longest >= 100 else 2)
 
 
 def _names(unit: str, plan: "Plan", options: Sequence[Option]) -> dict[str, list[str]]:
-    found = {unit: [_label(option) for option in options]}
+    """Return the columns that name an option; the unit of the others stands over the first."""
+    found: dict[str, list[str]] = {unit: []}
+    for option in options:
+        words = str(option.layout).replace(", ", " ").replace("checkpointed", "ckpt")
+        found[unit].append(words if option.fits else f"{words} *")
     if plan.cluster.num_gpus > 1:
         found["mesh"] = [option.layout.mesh for option in options]
     return found
 
 
-def _label(option: Option) -> str:
-    words = str(option.layout).replace(", ", " ").replace("checkpointed", "ckpt")
-    return words if option.fits else f"{words} *"
-
-
-def _columns(
-    rows: Sequence[Mapping[str, float]], scale: float, digits: int
-) -> dict[str, list[str]]:
+def _table(
+    names: Mapping[str, Sequence[str]],
+    rows: Sequence[Mapping[str, float]],
+    scale: float,
+    digits: int,
+) -> Iterator[str]:
+    """Yield the lines of a table: columns of names, then of numbers, which are "-" for 0."""
+    whole = [(name, *cells) for name, cells in names.items()]
     zero = f"{0:.{digits}f}"
-    shown = {name: [f"{row[name] / scale:,.{digits}f}" for row in rows] for name in rows[0]}
-    return {
-        name: ["-" if cell == zero else cell for cell in cells] for name, cells in shown.items()
-    }
-
-
-def _table(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    whole = [(name, *cells) for name, cells in columns.items()]
+    for name in rows[0]:
+        cells = [f"{row[name] / scale:,.{digits}f}" for row in rows]
+        whole.append((name, *("-" if cell == zero else cell for cell in cells)))
     widths = [max(map(len, column)) for column in whole]
     for first, *others in zip(*whole):
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:]))
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
         yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
