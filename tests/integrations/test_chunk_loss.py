@@ -39,6 +39,15 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return found
 
 
+def assert_chunked(model: nn.Module, wanted: Tensor, wanted_grads: dict[str, Tensor]) -> None:
+    """Compare loss and gradients with the usual ones of the same batch."""
+    ids, labels = batch()
+    outputs = model(input_ids=ids, labels=labels, use_cache=False)
+    assert isinstance(outputs.logits, Logits)
+    torch.testing.assert_close(outputs.loss, wanted, **CLOSE)
+    assert_equal(gradients(model, outputs.loss), wanted_grads)
+
+
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
@@ -47,32 +56,26 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str) -> None:
-    model, (ids, labels) = tiny_lm(family).double(), batch()
-    wanted = plain_loss(model, ids, labels)
+    model = tiny_lm(family).double()
+    wanted = plain_loss(model, *batch())
     wanted_grads = gradients(model, wanted)
     assert samo.chunk_loss_(model, max_logits=CHUNK) is model
     copied = copy.deepcopy(model)  # whose hooks must not lead to the original
     for chunked in (model, copied):
-        outputs = chunked(input_ids=ids, labels=labels, use_cache=False)
-        torch.testing.assert_close(outputs.loss, wanted, **CLOSE)
-        assert_equal(gradients(chunked, outputs.loss), wanted_grads)
-        assert isinstance(outputs.logits, Logits)
+        assert_chunked(chunked, wanted, wanted_grads)
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied and not
 def test_a_compressed_head_is_chunked_too(family: str, weights: Any) -> None:
-    model, (ids, labels) = tiny_lm(family).double(), batch()
+    model = tiny_lm(family).double()
     name = "transformer.wte.weight" if family == "gpt2" else "lm_head.weight"
     masks = samo.prune(model, 0.5, rules={name: 0.5})
     assert name in masks
     samo.compress_(model, masks, weights=weights)
-    wanted = plain_loss(model, ids, labels)
+    wanted = plain_loss(model, *batch())
     wanted_grads = gradients(model, wanted)
-    samo.chunk_loss_(model, max_logits=CHUNK)
-    loss = model(input_ids=ids, labels=labels).loss
-    torch.testing.assert_close(loss, wanted, **CLOSE)
-    assert_equal(gradients(model, loss), wanted_grads)
+    assert_chunked(samo.chunk_loss_(model, max_logits=CHUNK), wanted, wanted_grads)
 
 
 def test_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +129,9 @@ def test_adapters_are_chunked_too() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_lm("llama").double(), settings)
-    ids, labels = batch()
-    wanted = gradients(model, plain_loss(model, ids, labels))
-    samo.chunk_loss_(model, max_logits=CHUNK)
-    outputs = model(input_ids=ids, labels=labels)
-    assert isinstance(outputs.logits, Logits)
-    assert_equal(gradients(model, outputs.loss), wanted)
+    wanted = plain_loss(model, *batch())
+    wanted_grads = gradients(model, wanted)
+    assert_chunked(samo.chunk_loss_(model, max_logits=CHUNK), wanted, wanted_grads)
 
 
 def test_another_loss_function_stays() -> None:

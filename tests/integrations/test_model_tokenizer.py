@@ -1,7 +1,9 @@
 """Examples as a model reads them: BOS, EOS, chat templates, and what is learned."""
 
+import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +69,11 @@ def test_a_text_has_bos_and_eos_once(tokenizer: ModelTokenizer) -> None:
 
 
 def test_of_a_completion_the_prompt_is_only_read(tokenizer: ModelTokenizer) -> None:
-    found = encode(tokenizer, Completion("To be,", " or not"), Completion("", "or"))
-    assert found == [
-        only_read(tokenizer, BOS, "To be,") + learned(tokenizer, " or not", END_OF_TURN),
-        [~BOS, *learned(tokenizer, "or", END_OF_TURN)],
-    ]
-
-
-def test_a_prompt_is_encoded_as_it_is_alone(tokenizer: ModelTokenizer) -> None:
-    assert len(tokenizer.encode("be")) == 1, "a token spans the border"
-    assert encode(tokenizer, Completion("b", "e"), Text("or")) == [
-        only_read(tokenizer, BOS, "b") + learned(tokenizer, "e", END_OF_TURN),
-        [~BOS, *learned(tokenizer, "or", END_OF_TURN)],
-    ]
+    assert len(tokenizer.encode("be")) == 1, "a token spans the border of the last"
+    for prompt, completion in (("To be,", " or not"), ("", "or"), ("b", "e")):
+        assert encode(tokenizer, Completion(prompt, completion)) == [
+            only_read(tokenizer, BOS, prompt) + learned(tokenizer, completion, END_OF_TURN)
+        ]
 
 
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["by prefixes", "by tags"])
@@ -111,28 +105,30 @@ def test_a_conversation_without_the_assistant_has_nothing_to_learn(
     assert all(token < 0 for token in found)
 
 
-def test_the_end_of_a_turn_is_found_where_a_template_shortens_earlier_turns(
-    tmp_path: Path,
-) -> None:
-    template = CHATML.replace(
-        "{{ m.content }}",
-        "{{ m.content if m.role != 'assistant' or loop.last else m.content.split('\n')[-1] }}",
-    )
+SHORTENED = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content if m.role != 'assistant' or loop.last else m.content.split('\n')[-1] }}",
+)
+WITHOUT_EOS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (SHORTENED, ["to be \u20ac<|im_end|>", "nobler<|im_end|>"]),
+        (WITHOUT_EOS, [" not\n\nto be \u20ac\n", " nobler\n"]),
+    ],
+    ids=["earlier turns are shortened", "a turn ends where the next message starts"],
+)
+def test_the_end_of_a_turn_is_found(tmp_path: Path, template: str, parts: list[str]) -> None:
     tokenizer = open_tokenizer(tmp_path, template)
     (found,) = encode(tokenizer, Chat(CHAT))
-    parts = [tokenizer.decode(np.array(run)) for run in runs(found)]
-    assert parts == ["to be \u20ac<|im_end|>", "nobler<|im_end|>"]
-
-
-def runs(tokens: list[int]) -> list[list[int]]:
-    """Return the tokens that are learned, in runs."""
-    found: list[list[int]] = [[]]
-    for token in tokens:
-        if token >= 0:
-            found[-1].append(token)
-        elif found[-1]:
-            found.append([])
-    return [run for run in found if run]
+    runs = itertools.groupby(found, lambda token: token >= 0)
+    said = [tokenizer.decode(np.array([*run])) for is_learned, run in runs if is_learned]
+    assert said == parts
 
 
 @pytest.mark.parametrize(
@@ -156,17 +152,6 @@ def test_a_conversation_that_starts_with_the_assistant_needs_tags(tmp_path: Path
     (found,) = encode(tokenizer, Chat(CHAT[2:]))
     start = only_read(tokenizer, START, "assistant\n")
     assert found[: len(start) + 1] == start + learned(tokenizer, "not")[:1]
-
-
-def test_a_turn_without_eos_ends_where_the_next_message_starts(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    tokenizer = open_tokenizer(tmp_path, template)
-    (found,) = encode(tokenizer, Chat(CHAT))
-    parts = [tokenizer.decode(np.array(run)) for run in runs(found)]
-    assert parts == [" not\n\nto be \u20ac\n", " nobler\n"]
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
@@ -214,14 +199,18 @@ def test_a_fingerprint_tells_contents_not_places(tmp_path: Path) -> None:
     assert ModelTokenizer(first).fingerprint != ModelTokenizer(again).fingerprint
 
 
-def test_what_a_tokenizer_file_says_of_length_is_not_followed(tmp_path: Path) -> None:
-    folder = save_model_tokenizer(tmp_path)
-    file = folder / "tokenizer.json"
-    content: dict[str, Any] = json.loads(file.read_text())
-    content["truncation"] = {
-        "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0,
-    }  # fmt: skip
+def edit(folder: Path, name: str, change: Callable[[Any], object]) -> Path:
+    """Change the JSON of a file of a new tokenizer; return its folder."""
+    file = save_model_tokenizer(folder) / name
+    content = json.loads(file.read_text())
+    change(content)
     file.write_text(json.dumps(content))
+    return file.parent
+
+
+def test_what_a_tokenizer_file_says_of_length_is_not_followed(tmp_path: Path) -> None:
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    folder = edit(tmp_path, "tokenizer.json", lambda found: found.update(truncation=cut))
     (found,) = encode(ModelTokenizer(folder), Text("nobler question"))
     assert len(found) > 4
 
@@ -242,22 +231,16 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_too_large_for_the_cache_is_refused(tmp_path: Path) -> None:
-    folder = save_model_tokenizer(tmp_path)
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"]["vocab"]["huge"] = 2**31 - 1
-    file.write_text(json.dumps(content))
+    huge = {"huge": 2**31 - 1}
+    folder = edit(tmp_path, "tokenizer.json", lambda found: found["model"]["vocab"].update(huge))
     with pytest.raises(DataError, match="cannot be read: it has the token 2,147,483,647"):
         ModelTokenizer(folder)
 
 
 def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
-    folder = save_model_tokenizer(tmp_path)
+    own = {"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}, "tokenizer_class": "Evil"}
+    folder = edit(tmp_path, "tokenizer_config.json", lambda found: found.update(own))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config |= {"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}, "tokenizer_class": "Evil"}
-    file.write_text(json.dumps(config))
     with pytest.raises(DataError, match="cannot be read"):
         ModelTokenizer(folder)
     assert not (tmp_path / "ran").exists()
