@@ -18,6 +18,7 @@ from torch import nn
 import samo
 from samo import checkpoint
 from samo.checkpoint import staging, tensors
+from samo.checkpoint.save import prepare
 from samo.errors import CheckpointError
 from tests.checkpoint.cases import Case, Layout, Run
 from tests.checkpoint.test_ranks import differing, quick_disk
@@ -71,6 +72,21 @@ def test_copies_use_the_same_memory_again() -> None:
     assert again["a"].data_ptr() == place != held["weights"]["a"].data_ptr()
     for name, tensor in held["weights"].items():
         assert torch.equal(again[name], tensor)
+
+
+def test_the_memory_of_the_first_save_can_be_taken_ahead(tmp_path: Path) -> None:
+    staging.release()
+    model = compressed(**LEAN)
+    opt = OPTIMIZERS["lean"](model)
+    step(model, opt, 0)
+    prepare(model, opt)
+    staging.wait_for_pending()
+    rooms = {kind: dict(group) for kind, group in staging._copies.items()}
+    samo.async_save(tmp_path, model, opt).result()
+    for kind, group in staging._copies.items():
+        assert all(room is rooms[kind][name] for name, room in group.items())
+    assert sum(map(len, rooms.values())) > len(list(model.parameters()))
+    prepare(model, torch.optim.SGD(nn.Linear(3, 3).parameters()))  # which the save will refuse
 
 
 def test_saves_wait_for_the_one_before_them(tmp_path: Path, slow_disk: threading.Event) -> None:

@@ -205,6 +205,17 @@ def test_checkpoints_are_written_after_minutes_and_while_training_continues(
     assert any(line["stall_s"] < line["seconds"] for line in saves)
 
 
+@pytest.mark.parametrize(("dense_steps", "save_every", "times"), [(3, 1, 1), (0, 8, 1), (0, 1, 0)])
+def test_memory_for_copies_is_taken_once_before_the_first_save(
+    tmp_path: Path, finished: Path, dense_steps: int, save_every: int, times: int
+) -> None:
+    config = recorded(finished, save_every=save_every, eval_every=8)
+    config = replace(config, prune=replace(config.prune, dense_steps=dense_steps))
+    with mock.patch("samo.train.checkpointing.prepare") as prepare:
+        train(config, tmp_path / "run")
+    assert prepare.call_count == times
+
+
 # Failures
 
 

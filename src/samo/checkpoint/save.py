@@ -5,7 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
@@ -105,7 +105,8 @@ def async_save(
 
     The copy takes as much host memory as the checkpoint, of a model on a GPU up to twice as much,
     and is reused by the next save. That one waits for this save to end; so does a process that
-    exits.
+    exits. The first save takes longer, since its memory is new, unless
+    ``samo.checkpoint.save.prepare(model, opt)`` was called after the first step.
 
     Example:
         >>> import tempfile, torch, samo
@@ -123,6 +124,20 @@ def async_save(
     saving = staging.submit(lambda: stage(path, model, opt, **options))
     _warn_of_extra_state(model)
     return saving
+
+
+@torch.no_grad()
+def prepare(
+    model: "nn.Module | Pipeline", opt: Optimizer | None = None, *, mesh: DeviceMesh | None = None
+) -> None:
+    """Take the memory of `async_save` in a thread, so that the first one is as short as others.
+
+    Call it, on all ranks, once the optimizer has its state: after the first step.
+    """
+    part = _Part(Path(), layout_of(model, mesh, 1.0, "samo.save"))
+    with suppress(Exception):  # the save itself will raise it
+        part.describe(opt, None, {})
+        staging.prepare(part.tensors)
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Asynchronous saves: tensors are copied to the host, and a thread writes them.
 
 One save is on its way at a time: the next one waits for it, and takes over the memory of its
-copies. Fresh memory would take several times as long, since the system clears it first. torch's
-own stager spends 20 us of Python on each tensor, more than the copy itself.
+copies. Fresh memory would take several times as long, since the system clears it first; `prepare`
+takes that of the first save ahead of it. torch's own stager spends 20 us of Python on each tensor,
+more than the copy itself.
 """
 
 import os
@@ -59,22 +60,28 @@ def wait_for_pending() -> None:
         wait([pending])
 
 
+def prepare(tensors: Tensors) -> None:
+    """Take memory for copies of such tensors, in a thread."""
+
+    def take() -> None:
+        for group in _make_room(tensors).values():
+            for room in group.values():
+                if not room.is_pinned():
+                    room.zero_()  # the system gives memory only when it is written
+
+    submit(lambda: take)
+
+
 def stage(tensors: Tensors) -> Tensors:
     """Return copies on the host, which are valid until the next call."""
-    global _copies
-    old, _copies = _copies, {}
+    copies = _make_room(tensors)
     for kind, group in tensors.items():
-        before = old.pop(kind, {})
-        _copies[kind] = {
-            name: _room(tensor, before.pop(name, None)) for name, tensor in group.items()
-        }
-        before.clear()  # frees memory before the next kind takes some
         if group:
             on_gpu = any(tensor.is_cuda for tensor in group.values())
-            torch._foreach_copy_([*_copies[kind].values()], [*group.values()], non_blocking=on_gpu)
+            torch._foreach_copy_([*copies[kind].values()], [*group.values()], non_blocking=on_gpu)
     for device in {t.device for group in tensors.values() for t in group.values() if t.is_cuda}:
         torch.cuda.synchronize(device)
-    return _copies
+    return copies
 
 
 def release() -> None:
@@ -83,8 +90,20 @@ def release() -> None:
     _copies.clear()
 
 
+def _make_room(tensors: Tensors) -> Tensors:
+    """Return memory for copies: what was there before, where it fits."""
+    global _copies
+    old, _copies = _copies, {}
+    for kind, group in tensors.items():
+        before = old.pop(kind, {})
+        _copies[kind] = {
+            name: _room(tensor, before.pop(name, None)) for name, tensor in group.items()
+        }
+        before.clear()  # frees memory before the next kind takes some
+    return _copies
+
+
 def _room(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """Return memory for a copy: what was there before, if it fits."""
     if before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape):
         return before
     pinned = tensor.is_cuda

@@ -12,7 +12,7 @@ import torch
 
 from samo.checkpoint import copy, read_manifest, staging
 from samo.checkpoint.load import load, load_masks
-from samo.checkpoint.save import stage
+from samo.checkpoint.save import prepare, stage
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, first_words
 from samo.train.config_io import typed
@@ -156,6 +156,7 @@ class Saver:
         self._run = state.subject.config.run
         self._started = time.monotonic()
         self._saving: Future[Saved] | None = None
+        self._prepared: Phase | None = None
 
     @property
     def is_due(self) -> bool:
@@ -172,6 +173,18 @@ class Saver:
         """Whether the save that is done has failed, which `finish` raises."""
         return self.is_done and self._saving is not None and self._saving.exception() is not None
 
+    @property
+    def _is_async(self) -> bool:
+        # A copy of dense state would nearly double the memory of a run on a CPU.
+        return self._state.learner.phase == "samo" or self._state.learner.device.type != "cpu"
+
+    def prepare(self) -> None:
+        """Take memory for the copies of a phase, in a thread, before its first save."""
+        learner = self._state.learner
+        if self._is_async and self._prepared != learner.phase and self._saving is None:
+            prepare(learner.whole, learner.opt, mesh=learner.ranks.mesh)
+            self._prepared = learner.phase
+
     def save(self) -> bool:
         """Copy the state and write it in a thread; return whether training may continue.
 
@@ -180,9 +193,8 @@ class Saver:
         assert self._saving is None, "its result would be lost"
         started, step = time.perf_counter(), self._state.progress.step
         self._started = time.monotonic()
-        learner = self._state.learner
-        # A copy of dense state would nearly double the memory of a run on a CPU.
-        is_async = learner.phase == "samo" or learner.device.type != "cpu"
+        learner, is_async = self._state.learner, self._is_async
+        self._prepared = learner.phase
 
         def staged() -> Callable[[], Saved]:
             write = self._state.stage(self.folder.last, copies=is_async)

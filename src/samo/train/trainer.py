@@ -296,6 +296,8 @@ class Trainer:
                 is_good = not self.nonfinite_lines  # or the last good checkpoint would go
                 if is_good and (is_due or progress.step % run.save_every == 0):
                     self.save()
+                else:
+                    self.saver.prepare()
             self.finish_save()
         return signal
 
@@ -343,8 +345,10 @@ class Trainer:
         masking.start_changing()
         self.report(pruned)
         progress.best_loss = None  # dense losses do not count for a pruned model
-        if progress.step and self.evaluate():
-            self.save()
+        if progress.step:
+            self.saver.prepare()  # while it evaluates
+            if self.evaluate():
+                self.save()
 
     def update_masks(self) -> None:
         """Observe the masks of a dense model, or change those of a pruned one, if that is due."""
