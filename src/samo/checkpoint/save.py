@@ -26,7 +26,7 @@ from samo.checkpoint.tensors import name_tensors, rows_metadata, write_tensors
 from samo.core.shards import local_of
 from samo.distributed.ranks import LookAfter
 from samo.errors import CheckpointError
-from samo.mask import mask_files
+from samo.mask.masks import Masks
 from samo.utils import atomic_io
 
 if TYPE_CHECKING:
@@ -198,9 +198,9 @@ class _Part:
         if layout.is_first or layout.is_sharded:
             model = ModelState(layout)
             tensors["weights"] = own = model.tensors
-            masks = {name: mask for name, mask in sorted(model.masks.items()) if name in own}
+            masks = Masks({name: mask for name, mask in sorted(model.masks.items()) if name in own})
             tensors["masks"] = {name: mask.words for name, mask in masks.items()}
-            self.metadata["masks"] = mask_files.metadata(masks)
+            self.metadata["masks"] = masks.file_metadata()
             optimizer = None
             if opt is not None:
                 optimizer = OptimizerState(opt, model).describe(tensors["optimizer"])

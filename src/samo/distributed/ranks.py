@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from samo import errors
 from samo.distributed.store import next_key, own_connection, ranks_store
+from samo.distributed.watchdog import listed
 from samo.errors import CheckpointError, ConfigError, DataError, PeerError, first_words
 
 __all__ = []
@@ -181,9 +182,9 @@ class Ranks:
             if missing and time.monotonic() - begun > self._limit_s:
                 lost = tuple(missing.values())
                 raise PeerError(
-                    f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} did not answer for "
-                    f"{self._limit_s:g} s while rank {self.rank} waited for {what}. All ranks must "
-                    "make this call. Look at the log of that rank, and start the ranks again",
+                    f"{listed(lost)} did not answer for {self._limit_s:g} s while rank {self.rank} "
+                    f"waited for {what}. All ranks must make this call. Look at the log of that "
+                    "rank, and start the ranks again",
                     lost,
                 )
 

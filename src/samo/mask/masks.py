@@ -1,21 +1,32 @@
-"""`Masks`: a `Mask` for each pruned parameter of a model."""
+"""`Masks`: a `Mask` for each pruned parameter of a model, and their files, which are safetensors.
 
+tensors    parameter name -> words of its bitmap, int32; sorted: equal masks are equal bytes
+metadata   format "samo-masks", version, shapes (JSON), fingerprint of names, shapes and bits
+"""
+
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from samo.errors import MaskError, nearest
-from samo.mask import mask_files
 from samo.mask.mask import Mask
 from samo.mask.prunable import dense_parameters, matching, matrices, prunable
+from samo.utils import atomic_io, safetensors_io, untrusted
 
 __all__ = ["Masks"]
 
 MIN_SPARSITY: Final = 0.05
 """Fraction of zeros from which on they count as pruned."""
+
+_FORMAT: Final = "samo-masks"
+_VERSION: Final = "1"
 
 
 class Masks(Mapping[str, Mask]):
@@ -148,16 +159,72 @@ class Masks(Mapping[str, Mask]):
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all names, shapes and bits, independent of their order."""
-        return mask_files.fingerprint(self)
+        digest = hashlib.sha256()
+        for name in sorted(self):
+            digest.update(f"{name}\0{self[name].fingerprint()}\0".encode())
+        return digest.hexdigest()
+
+    def file_metadata(self) -> dict[str, str]:
+        """Return the metadata of a file with these masks."""
+        shapes = {name: mask.shape for name, mask in self.items()}
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "shapes": json.dumps(shapes, sort_keys=True),
+            "fingerprint": self.fingerprint(),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the masks to a safetensors file, atomically."""
-        mask_files.write(path, self)
+        target = Path(os.path.realpath(path))  # through a link, which stays
+        if not target.parent.is_dir():
+            raise FileNotFoundError(
+                f"cannot write '{target}': there is no folder '{target.parent}'"
+            )
+        words = {name: self[name].words for name in sorted(self)}
+        data = b"".join(safetensors_io.encode(words, self.file_metadata()))
+        atomic_io.write_bytes(target, data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Masks":
         """Read masks of `save` onto the CPU, or raise a `MaskError` if one bit is damaged."""
-        return cls(mask_files.read(path))
+        path = Path(path)
+        if path.is_dir():
+            raise MaskError(
+                f"'{path}' is a folder; samo.load_masks reads the masks of a checkpoint"
+            )
+        if not path.is_file():
+            raise MaskError(f"mask file '{path}' does not exist; write one with Masks.save(path)")
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = file.metadata() or {}
+                words = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except safetensors_io.READ_ERRORS as error:
+            raise MaskError(
+                f"'{path}' is not a mask file, or it is damaged; write one with Masks.save(path) "
+                "or samo prune"
+            ) from error
+        if found.get("format") != _FORMAT:
+            raise MaskError(
+                f"'{path}' is not a mask file: its format is {found.get('format')!r}, not "
+                f"{_FORMAT!r}; for the weights of a pruned model use Masks.from_zeros(model)"
+            )
+        if found.get("version") != _VERSION:
+            raise MaskError(
+                f"mask file '{path}' has version {found.get('version')!r}, this samo reads version "
+                f"{_VERSION!r}; update samo"
+            )
+        try:
+            shapes = untrusted.parse_json(found["shapes"].encode())
+            masks = cls({name: Mask(shapes[name], words[name]) for name in words})
+            if shapes.keys() == masks.keys() and masks.fingerprint() == found["fingerprint"]:
+                return masks
+        except (AttributeError, KeyError, TypeError, ValueError):  # of shapes that are none
+            pass
+        raise MaskError(
+            f"mask file '{path}' is damaged: its contents do not match its fingerprint; use "
+            "another copy"
+        )
 
     def __and__(self, other: "Masks") -> "Masks":
         if set(self) != set(other):
