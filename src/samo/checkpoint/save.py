@@ -134,8 +134,8 @@ def prepare(
 
     Call it, on all ranks, once the optimizer has its state: after the first step.
     """
-    part = _Part(Path(), layout_of(model, mesh, 1.0, "samo.save"))
     with suppress(Exception):  # the save itself will raise it
+        part = _Part(Path(), layout_of(model, mesh, 1.0, "samo.checkpoint.save.prepare"))
         part.describe(opt, None, {})
         staging.prepare(part.tensors)
 
