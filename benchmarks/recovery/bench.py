@@ -11,7 +11,7 @@ samo        all kept weights of the pruned model
 distilled   the same, with the dense model as a teacher
 lora        the pruned model frozen, adapters of rank 16 on all its linear layers; these are dense
 
-On a GPU models compute in bfloat16, on a CPU in float32.
+Models compute in bfloat16 on a GPU, and by default in float32 on a CPU.
 """
 
 import argparse
@@ -54,7 +54,8 @@ class Job(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of computation."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        is_bf16 = self.device.type == "cuda" or self.options.bf16
+        return torch.bfloat16 if is_bf16 else torch.float32
 
     def open(self) -> nn.Module:
         """Return the model as it came, in fp32."""
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on")
     parser.add_argument("--eval-batches", type=int, default=40)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 on a CPU too")
     parser.add_argument("--cache", type=Path, default=Path(".cache/recovery"), help="for tokens")
     options = parser.parse_args()
     if options.toy:
