@@ -22,7 +22,8 @@ from benchmarks.measure import Row, read_lines
 
 __all__ = []
 
-STYLES = {"pruned": ":", "samo": "-", "distilled": "--", "lora": "-."}
+STYLES = {"pruned": "o:", "samo": "o-", "distilled": "s--", "lora": "^-."}
+"""Marker and line of each contender."""
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -44,10 +45,8 @@ def draw(rows: Sequence[Row]) -> Figure:
                 )
                 if points:
                     x, y = zip(*points)
-                    style = {"color": run_colour(number), "linestyle": STYLES[contender]}
-                    axes.plot(
-                        x, y, **style, marker="o", markersize=4, label=f"{method}, {contender}"
-                    )
+                    label, colour = f"{method}, {contender}", run_colour(number)
+                    axes.plot(x, y, STYLES[contender], color=colour, markersize=5, label=label)
         for row in rows:
             if "method" not in row:
                 axes.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
