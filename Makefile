@@ -20,7 +20,7 @@ ASK_TORCH_CPU = 'import signal, urllib.request as u; signal.alarm(3); u.urlopen(
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## set up, then show the whole story in two minutes
+demo: $(STAMP) ## set up, then show the whole story in about a minute
 	$(RUN) samo demo
 
 setup: $(STAMP) ## create .venv with everything development needs

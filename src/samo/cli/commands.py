@@ -29,7 +29,7 @@ __all__ = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """Show samo on a laptop CPU in two minutes: train, prune 90 %, train on, compare."""
+    """Show samo on a laptop CPU in a minute: train, prune 90 %, train on, compare."""
 
     out: OptionalPath = None
     """Output folder. By default runs/demo, or runs/demo-2 and so on."""

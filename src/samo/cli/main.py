@@ -146,7 +146,7 @@ def parse(arguments: Sequence[str]) -> Command:
 
 _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
 
-  samo demo                            see it work, in two minutes
+  samo demo                            see it work, in a minute
   samo train notes.txt                 train a GPT on your text
   samo train --resume runs/notes       after Ctrl-C or a crash
   samo prune my-llama --sparsity 0.7   prune a Hugging Face model
