@@ -52,6 +52,7 @@ def test_a_packet_arrives_as_it_was(shapes: list[Any], seed: int | None, is_trai
     "tensor",
     [
         torch.rand(2, 3, 4).transpose(0, 2),
+        torch.rand(4, 30)[:0, ::5],
         torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.rand(3, 1, 2).permute(2, 1, 0),
         torch.rand(6, 4)[::2],

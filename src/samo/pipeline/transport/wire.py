@@ -46,10 +46,12 @@ class TensorSpec(NamedTuple):
     def is_dense(self) -> bool:
         """Whether the elements fill a block of memory, in the order of some dimensions."""
         expected = 1
+        if 0 in self.shape:
+            return True  # whatever its strides
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1 and stride != expected:
                 return False
-            expected *= max(size, 1)
+            expected *= size
         return True
 
 
