@@ -75,6 +75,12 @@ def test_heads_and_routers_are_not_pruned_but_heads_of_attention_are() -> None:
     assert prunable(nn.ModuleDict({"block": block})) == ["block.heads.0.weight"]
 
 
+def test_the_output_layer_of_a_block_is_no_head() -> None:
+    block = nn.ModuleDict({"output": nn.Linear(4, 4), "gate": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([block]), "output": nn.Linear(4, 4)})
+    assert prunable(model) == ["layers.0.output.weight"]
+
+
 def test_attention_prunes_its_matrices_but_no_bias() -> None:
     assert prunable(nn.MultiheadAttention(8, 2)) == ["in_proj_weight", "out_proj.weight"]
     attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)

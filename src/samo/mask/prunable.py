@@ -2,7 +2,7 @@
 
 Pruned by default are the large matrices: weights of linear and convolution layers, of Hugging
 Face's ``Conv1D`` and of stacked experts. Embeddings, output heads, norms, biases, routers and
-position tables stay dense: they are small, and pruning them hurts.
+position tables stay dense: they are small, and pruning them hurts. So do recurrent layers.
 """
 
 import fnmatch
@@ -33,6 +33,12 @@ class Layout(NamedTuple):
 
 def prunable(model: nn.Module) -> list[str]:
     """Return the names of the parameters that `samo.prune` prunes by default.
+
+    These are the weights of linear, convolution and attention layers and of stacked experts. Heads
+    and routers are recognized by name: ``head``, ``heads``, ``lm_head``, ``classifier``, ``score``,
+    ``embed_out`` and ``output`` outside of numbered blocks, ``fc`` at the root; ``gate``,
+    ``router``, ``*_gate`` and ``*_router`` anywhere. `samo.prune` prunes them too if a pattern of
+    its ``rules`` names them.
 
     Example:
         >>> import torch, samo
@@ -150,8 +156,10 @@ def _is_experts(path: str, module: nn.Module) -> bool:
 
 
 def _is_head_or_router(path: str) -> bool:
-    first, last = path.partition(".")[0], path.rpartition(".")[2]
-    # A head may be a whole module (`classifier.dense`), but attention has heads of its own inside
-    # blocks. torchvision's classifiers keep theirs in a root attribute `fc`.
-    is_head = first in _HEADS or last in _HEADS or path == "fc"
+    parts = path.split(".")
+    first, last = parts[0], parts[-1]
+    # A head may be a whole module (`classifier.dense`), but `layers.0.attention.output` is none.
+    # torchvision's classifiers keep theirs in a root attribute `fc`.
+    is_in_block = any(part.isdigit() for part in parts[1:-1])
+    is_head = first in _HEADS or (last in _HEADS and not is_in_block) or path == "fc"
     return is_head or last in _ROUTERS or last.endswith(("_router", "_gate"))
