@@ -285,8 +285,9 @@ def test_skip_and_rules_select_tensors(
 
 def test_sparsity_0_prunes_only_what_rules_say() -> None:
     assert dict(prune(names_model(), 0.0)) == {}
-    masks = prune(names_model(), 0, scope="global", rules={LAYERS[2]: 0.5})
-    assert {name: mask.kept for name, mask in masks.items()} == {LAYERS[2]: 50}
+    for sparsity in (0, None):
+        masks = prune(names_model(), sparsity, scope="global", rules={LAYERS[2]: 0.5})
+        assert {name: mask.kept for name, mask in masks.items()} == {LAYERS[2]: 50}
 
 
 def test_a_tied_weight_gets_one_mask_under_its_first_name() -> None:
@@ -319,12 +320,18 @@ def test_a_sparsity_out_of_range_is_refused(value: Any) -> None:
         prune(names_model(), 0.5, rules={"layers.*": value})
 
 
+def test_a_sparsity_in_percent_is_refused_with_the_fraction() -> None:
+    with pytest.raises(ValueError, match=r"got 90; 0\.9 prunes 90 %"):
+        prune(names_model(), 90)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"method": "l1"}, "method must be one of magnitude, random, wanda, sparsegpt, got 'l1'"),
         ({"scope": "layer"}, "scope must be one of tensor, global, erk, owl, got 'layer'"),
         ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"rules": ["layers.*"]}, r"rules must be a dict such as .*, got list"),
         ({"skip": ["layer.*"]}, r"skip pattern 'layer\.\*' matches no param"),
         ({"rules": {"layer.*": 0.5}}, r"rules pattern 'layer\.\*' matches no param"),
         ({"skip": ["layers.*"]}, r"none of the 11 parameters .*samo\.prunable"),

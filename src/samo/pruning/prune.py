@@ -69,7 +69,7 @@ def prune(
     Args:
         model: The model; the weights that `samo.prunable` names are pruned.
         sparsity: Fraction to prune, at least 0 and less than 1. At 0 a tensor gets no mask. May be
-            omitted with a ``pattern``, which implies it.
+            omitted with a ``pattern``, which implies it, and with ``rules``, to prune nothing else.
         method: ``"magnitude"`` keeps the largest weights, ``"random"`` any. ``"wanda"`` multiplies
             magnitudes by the norms of the weights' inputs and compares them within each output.
             ``"sparsegpt"`` solves for the least change of each layer's output.

@@ -66,8 +66,14 @@ def decide(
                 f"scope='{scope}'; omit one of them"
             )
         sparsity = pattern_sparsity(neighbours, sparsity)
+    rules = {} if rules is None else rules
+    if not isinstance(rules, Mapping):
+        raise ValueError(
+            f"rules must be a dict such as {{'layers.0.*': 0.5}}, got {type(rules).__name__}"
+        )
+    if sparsity is None and rules:
+        sparsity = 0.0
     sparsity = _check_sparsity("sparsity", sparsity)
-    rules = rules or {}
     for name, value in rules.items():
         _check_sparsity(f"rules['{name}']", value)
     wanted = _choose(model, parameters, skip, rules)
@@ -218,6 +224,10 @@ def _rounded_up(counts: list[int], shares: Mapping[int, Fraction], total: int) -
 
 
 def _check_sparsity(argument: str, value: float | None) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"{argument} must be at least 0 and less than 1, got {value!r}")
-    return value
+    if isinstance(value, int | float) and 0 <= value < 1:
+        return value
+    percent = value if isinstance(value, int | float) and 1 < value < 100 else 90
+    raise ValueError(
+        f"{argument} must be at least 0 and less than 1, got {value!r}; {percent / 100:g} prunes "
+        f"{percent:g} %"
+    )
