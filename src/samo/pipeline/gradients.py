@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,15 @@ def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup, 
         # Embeddings may have sparse gradients, of other rows on each replica.
         param.grad = param.grad.to_dense().contiguous()
         grads.append(param.grad)
-    works: list[dist.Work] = []
-    for bucket in _take_tensors(grads, _BUCKET_BYTES):
-        with _coalescing_manager(group, async_ops=True) as bundle:
-            for grad in bucket:
-                dist.all_reduce(grad, group=group)
-        works += bundle.works
+    works: list[Any] = []
+    if params[0].is_cuda and dist.get_backend(group) == "gloo":  # which bundles no CUDA tensors
+        works = [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]
+    else:
+        for bucket in _take_tensors(grads, _BUCKET_BYTES):
+            with _coalescing_manager(group, async_ops=True) as bundle:
+                for grad in bucket:
+                    dist.all_reduce(grad, group=group)
+            works += bundle.works
     for work in works:
         wait(work)
     if grads:
