@@ -335,4 +335,5 @@ def test_blocks_are_computed_on_another_device(method: Any) -> None:
     assert found == expected
     for one, two in zip(model.parameters(), other.parameters()):
         assert two.device.type == "cpu"
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+        # The inverses of SparseGPT's Hessians magnify how devices round.
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
