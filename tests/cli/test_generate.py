@@ -259,7 +259,7 @@ def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     assert main(["generate", str(llama), "--chat"]) == 0
     assert asked[1][1] == {"role": "assistant", "content": "half an"}
-    assert "1 tokens, stopped" in capsys.readouterr().err
+    assert "1 token, stopped" in capsys.readouterr().err
 
 
 def test_a_model_cannot_control_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_the_answer_comes_first() -> None:
     )
     assert "8,030,261,248 parameters, pruned: attention 90 %, mlp 90 %; 8" in shown
     assert "power of two: samo 1; SAMO paper 4; dense 8-bit 4; dense mixed 16;" in shown
-    assert f"{len(found.options) - 6} more layouts are in --json." in shown
+    assert f"--json has {len(found.options) - 6} more layouts." in shown
     assert "usable: 25.4 GB, which is 23.7 GiB (a GB is 10^9 bytes" in shown
     assert found.to_dict()["options"][0]["tokens_per_s"] == pytest.approx(rate)
     tight = Hardware(name="tight", memory_bytes=19e9, flops=1e14, bandwidth=1e12)

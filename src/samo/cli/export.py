@@ -18,7 +18,7 @@ from samo.mask.masks import Masks
 from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
 from samo.train.resolve import DTYPES
-from samo.utils.formatting import percent, size
+from samo.utils.formatting import counted, percent, size
 
 __all__ = []
 
@@ -42,7 +42,7 @@ def run(command: Export) -> int:
     found = masks_of(model) if isinstance(model, CompressedModule) else masks
     rows = {"format": command.format, "bytes": size(sum(f.stat().st_size for f in out.iterdir()))}
     if found:
-        rows["sparsity"] = f"{percent(found.sparsity)} of {len(found)} tensors"
+        rows["sparsity"] = f"{percent(found.sparsity)} of {counted(len(found), 'tensor')}"
     console = PatientConsole()
     console.print(facts(rows))
     say(console, f"written to {out}")

@@ -17,7 +17,7 @@ from samo.integrations import model_folders
 from samo.models.generate import Sampling
 from samo.train.resolve import device_and_dtype
 from samo.train.rules import check_ranges
-from samo.utils.formatting import count, duration, plain, three_digits
+from samo.utils.formatting import counted, duration, plain, three_digits
 
 __all__ = []
 
@@ -138,5 +138,5 @@ def _show(model: TextModel, tokens: Tensor, how: Sampling) -> str:
     if num_tokens > 1:  # the first token takes the whole prompt
         rate = (num_tokens - 1) / (times[-1] - times[1])
         speed = f", {three_digits(rate)} tokens/s; prompt read in {duration(times[1] - times[0])}"
-    sys.stderr.write(f"{count(num_tokens)} tokens{speed}{end}\n")
+    sys.stderr.write(f"{counted(num_tokens, 'token')}{speed}{end}\n")
     return "".join(pieces)

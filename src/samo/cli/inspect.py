@@ -28,7 +28,7 @@ from samo.report import findings
 from samo.report.runs import read_run
 from samo.train.launch_env import prune_command
 from samo.utils.environment import hardware, versions
-from samo.utils.formatting import count, duration, loss, percent, size
+from samo.utils.formatting import count, counted, duration, loss, percent, size
 
 __all__ = []
 
@@ -105,7 +105,7 @@ def _machine() -> Page:
         name = module.partition("_")[0]  # triton_launch: triton
         shown = f"{about['device_name']}, {size(about['memory_bytes'])}, kernels: {name}"
         if device.type == "cpu":
-            shown += f", {about['cores']} cores, {about['threads']} threads"
+            shown += f", {counted(about['cores'], 'core')}, {counted(about['threads'], 'thread')}"
         found[str(device)] = shown, {**about, "kernels": name}
     return Page(found)
 
@@ -173,7 +173,7 @@ def _model(path: Path, found: FolderFacts) -> Page:
     tables = []
     if found.pruned:
         share = f"{percent(1 - kept / prunable)} of {count(prunable)}"
-        pruned = f"{share} in {len(found.pruned)} tensors, by {found.masks}"
+        pruned = f"{share} in {counted(len(found.pruned), 'tensor')}, by {found.masks}"
         named = [(tensor.name, tensor) for tensor in found.pruned]
         tables.append(group_table("weight", named, kind_of))
         tables.append(group_table("layer", named, layer_of))

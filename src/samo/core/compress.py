@@ -258,7 +258,7 @@ def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Mask
         >>> model = torch.nn.Sequential(torch.nn.Linear(10, 10))
         >>> _ = samo.compress_(model, samo.prune(model, sparsity=0.9))
         >>> samo.masks(model)
-        Masks(1 tensors, 10 of 100 weights kept, sparsity 0.900)
+        Masks(1 tensor, 10 of 100 weights kept, sparsity 0.900)
         >>> saved = model.state_dict()
         >>> other = torch.nn.Sequential(torch.nn.Linear(10, 10))
         >>> _ = samo.compress_(other, samo.masks(other, saved))

@@ -19,6 +19,7 @@ from samo.errors import MaskError, nearest
 from samo.mask.mask import Mask
 from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 from samo.utils import atomic_io, safetensors_io, untrusted
+from samo.utils.formatting import counted
 
 __all__ = ["Masks"]
 
@@ -62,7 +63,7 @@ class Masks(Mapping[str, Mask]):
 
     def __repr__(self) -> str:
         return (
-            f"Masks({len(self)} tensors, {self.kept:,} of {self.numel:,} weights kept, "
+            f"Masks({counted(len(self), 'tensor')}, {self.kept:,} of {self.numel:,} weights kept, "
             f"sparsity {self.sparsity:.3f})"
         )
 
@@ -89,7 +90,7 @@ class Masks(Mapping[str, Mask]):
             >>> with torch.no_grad():
             ...     _ = model[0].weight.copy_(torch.eye(4))
             >>> samo.Masks.from_zeros(model)
-            Masks(1 tensors, 4 of 16 weights kept, sparsity 0.750)
+            Masks(1 tensor, 4 of 16 weights kept, sparsity 0.750)
         """
         parameters = dense_parameters(model)
         skipped = matching(skip, parameters, "skip")
@@ -190,9 +191,7 @@ class Masks(Mapping[str, Mask]):
         """Read masks of `save` onto the CPU, or raise a `MaskError` if one bit is damaged."""
         path = Path(path)
         if path.is_dir():
-            raise MaskError(
-                f"'{path}' is a folder; samo.load_masks reads the masks of a checkpoint"
-            )
+            raise MaskError(f"'{path}' is a folder{_masks_in(path)}")
         if not path.is_file():
             raise MaskError(f"mask file '{path}' does not exist; write one with Masks.save(path)")
         try:
@@ -231,3 +230,12 @@ class Masks(Mapping[str, Mask]):
             name = min(set(self) ^ set(other))
             raise MaskError(f"only one of the two has a mask for '{name}'; use masks of one model")
         return Masks({name: mask & other[name] for name, mask in self.items()})
+
+
+def _masks_in(folder: Path) -> str:
+    """Say where the masks of a folder are, if it is a pruned model or a run."""
+    if (file := folder / "masks.safetensors").exists():
+        return f"; its masks are in '{file}'"
+    if (checkpoint := folder / "checkpoints" / "last").exists():
+        return f" of a run; read its masks with samo.load_masks('{checkpoint}')"
+    return "; give the file of Masks.save, or samo.load_masks the folder of a checkpoint"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from samo.planner.memory import SCHEMES
 from samo.planner.search import Option
-from samo.utils.formatting import count, percent, size, three_digits
+from samo.utils.formatting import count, counted, percent, size, three_digits
 
 if TYPE_CHECKING:
     from samo.planner.answer import Plan
@@ -80,7 +80,7 @@ def _lines(plan: "Plan") -> Iterator[str]:
     yield ""
     yield _LEGEND
     if (more := len(plan.options) - _SHOWN) > 0:
-        yield f"{more} more layouts are in --json."
+        yield f"--json has {counted(more, 'more layout')}."
     keeper = "the process" if job.dtype == "float32" else "CUDA's context and libraries"
     if plan.teacher_bytes:
         keeper += f", and {size(plan.teacher_bytes)} of it for the teacher"

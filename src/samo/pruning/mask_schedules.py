@@ -137,7 +137,7 @@ class GradualPruning(MaskSchedule):
         ...     opt.zero_grad()
         ...     masks = pruning.step()
         >>> masks
-        Masks(1 tensors, 410 of 4,096 weights kept, sparsity 0.900)
+        Masks(1 tensor, 410 of 4,096 weights kept, sparsity 0.900)
 
     Args:
         model, opt: A compressed model and its optimizer, or several; any of torch's.

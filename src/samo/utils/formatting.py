@@ -14,6 +14,11 @@ def count(value: float | None) -> str:
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
+def counted(value: int, noun: str) -> str:
+    """Format a number of things, such as ``1 tensor`` or ``2 tensors``."""
+    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
+
+
 def size(value: float | None) -> str:
     """Format bytes, such as ``13.9 MB``; GB is 10**9 bytes."""
     if value is None or not math.isfinite(value):
