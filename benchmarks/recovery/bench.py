@@ -6,6 +6,7 @@
 Every cell is a method and a sparsity. The perplexity on held-out text is measured for the model as it
 came, pruned, and after training on the same batches with the same schedule:
 
+dense       the model as it came
 unpruned    the dense model, all weights: what the text alone brings
 samo        all kept weights of the pruned model
 distilled   the same, with the dense model as a teacher
@@ -37,9 +38,11 @@ from samo.pruning.prune import prune
 
 __all__ = []
 
-CONTENDERS = ("samo", "distilled", "lora")
-COLUMNS = ["method", "sparsity", "contender", "tokens", "lr", "pruned_ppl", "ppl", "seconds"]
+CONTENDERS = ("dense", "unpruned", "samo", "distilled", "lora")
+COLUMNS = ["method", "sparsity", "contender", "tokens", "lr", "pruned_ppl", "ppl", "tokens_per_s"]
 COLUMNS += ["state_bytes", "peak_bytes"]
+WARM_UP = 3
+"""Steps that do not count for the speed."""
 
 
 class Job(NamedTuple):
@@ -116,7 +119,8 @@ def fit(
     warmup, batches = max(1, steps // 20), job.batches(seed=1)
     if job.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(job.device)
-    started, state = time.perf_counter(), 0
+    started = counted = time.perf_counter()
+    state = 0
     model.train()
     for step in range(1, steps + 1):
         rate = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
@@ -130,10 +134,16 @@ def fit(
         opt.step()
         state = state or held_bytes(model, opt)
         opt.zero_grad()
-        if step % max(1, steps // 10) == 0:
+        if step == WARM_UP or step % max(1, steps // 10) == 0:
             print(f"    step {step:,} of {steps:,}: loss {float(loss.detach()):.3f}", flush=True)
-    row: Row = {"steps": steps, "tokens": steps * options.batch_size * options.context, "lr": lr}
-    row |= {"seconds": time.perf_counter() - started, "state_bytes": state, "peak_bytes": None}
+        if step == WARM_UP:
+            counted = time.perf_counter()
+    size = options.batch_size * options.context
+    last = float(loss.detach())  # waits for the device
+    now = time.perf_counter()
+    row: Row = {"steps": steps, "tokens": steps * size, "lr": lr, "loss": last}
+    row |= {"seconds": now - started, "state_bytes": state, "peak_bytes": None}
+    row["tokens_per_s"] = (steps - WARM_UP) * size / (now - counted) if steps > WARM_UP else None
     if job.device.type == "cuda":
         row["peak_bytes"] = torch.cuda.max_memory_allocated(job.device)
     return row | {"ppl": perplexity(model, job)}
@@ -188,7 +198,8 @@ def run(job: Job, out: Path | None) -> list[Row]:
                 file.write(json.dumps(rows[-1] | environment(job.device)) + "\n")
 
     model = job.open()
-    add({"contender": "as it came", "ppl": perplexity(model, job)})
+    if "dense" in options.contenders:
+        add({"contender": "dense", "ppl": perplexity(model, job)})
     if "unpruned" in options.contenders:
         add({"contender": "unpruned", **train_unpruned(model, job)})
     for method in options.methods:
@@ -233,7 +244,7 @@ def main() -> None:
     parser.add_argument("--valid", type=Path, nargs="+", required=True, help="held-out text files")
     parser.add_argument("--methods", nargs="+", default=["magnitude", "wanda", "sparsegpt"])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.8])
-    parser.add_argument("--contenders", nargs="*", default=["unpruned", *CONTENDERS])
+    parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
     parser.add_argument("--tokens", type=int, default=5_000_000, help="to train on, per contender")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--lora-lr", type=float, default=1e-3)

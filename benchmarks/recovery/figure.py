@@ -50,10 +50,10 @@ def draw(rows: Sequence[Row]) -> Figure:
         for row in rows:
             if "method" not in row:
                 axes.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
-                text = {"as it came": "dense, as it came", "unpruned": "dense, trained alike"}
+                text = {"dense": "dense, as it came", "unpruned": "dense, trained alike"}
                 axes.annotate(
                     text[row["contender"]], (1.01, row["ppl"]), xycoords=("axes fraction", "data"),
-                    va="bottom" if row["contender"] == "as it came" else "top",  # these two are often close
+                    va="bottom" if row["contender"] == "dense" else "top",  # these two are often close
                     color=LIGHT["muted"], fontsize=10,
                 )  # fmt: skip
         axes.set_xticks(sparsities, [f"{sparsity:.0%}" for sparsity in sparsities])
