@@ -13,6 +13,7 @@ trains with the library instead of the command, which saves: 100 GB for a model 
 import argparse
 import gc
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -112,6 +113,7 @@ def finetune(folder: Path, run: Path, options: argparse.Namespace, *flags: str) 
         raise RuntimeError(f"samo finetune ended with {status}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "step"]
+    shutil.rmtree(run)  # it is larger than the model
     step_ms = statistics.median(step["step_ms"] for step in steps[1:])
     return {"step_ms": step_ms, "loss": steps[-1]["loss"]}
 

@@ -88,21 +88,55 @@ def perplexity(model: nn.Module, job: Job) -> float:
         max_batches=options.eval_batches,
     ):
         with job.autocast():
-            total += float(loss_of(model, batch, job)) * batch.num_tokens
+            total += float(loss_of(model, *on_device(batch, job))) * batch.num_tokens
         count += batch.num_tokens
     return math.exp(total / count)
 
 
-def loss_of(model: nn.Module, batch: Batch, job: Job, **kwargs: Any) -> Tensor:
+def on_device(batch: Batch, job: Job) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of a batch on the job's device."""
+    return batch.inputs_BT.to(job.device), batch.targets_BT.to(job.device)
+
+
+def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, **kwargs: Any) -> Tensor:
     """Return the mean loss of a batch."""
-    targets = batch.targets_BT.to(job.device)
     loss: Tensor = model(
-        input_ids=batch.inputs_BT.to(job.device),
-        labels=targets,  # only to ask for a loss: they are shifted already
-        shift_labels=targets,
+        input_ids=inputs_BT,
+        labels=targets_BT,  # only to ask for a loss: they are shifted already
+        shift_labels=targets_BT,
         **kwargs,
     ).loss
     return loss
+
+
+Pass = Callable[[Tensor, Tensor], Tensor]
+"""Computes the loss of inputs and targets, and its gradients."""
+
+
+def recorded(run: Pass, opt: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Pass:
+    """Record a pass as a CUDA graph: the host takes longer to launch this model than the GPU to run it.
+
+    Gradients stay where the recording puts them, and each replay writes them anew.
+    """
+    static = tuple(tensor.clone() for tensor in batch)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # libraries set themselves up
+            run(*static)
+            opt.zero_grad()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run(*static)
+
+    def replay(inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        for target, source in zip(static, (inputs_BT, targets_BT)):
+            target.copy_(source)
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def fit(
@@ -111,7 +145,7 @@ def fit(
     job: Job,
     *,
     lr: float,
-    extra: Callable[[Batch], dict[str, Any]] = lambda batch: {},
+    extra: Callable[[Tensor], dict[str, Any]] = lambda inputs_BT: {},
 ) -> Row:
     """Train on the tokens asked for, with a cosine schedule; return what it took."""
     options = job.options
@@ -122,24 +156,33 @@ def fit(
     started = counted = time.perf_counter()
     state = 0
     model.train()
+
+    def compute(inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with job.autocast():
+            loss = loss_of(model, inputs_BT, targets_BT, **extra(inputs_BT))
+        loss.backward()
+        return loss.detach()
+
+    run: Pass = compute
+    is_recorded = job.device.type == "cuda" and not options.eager
+    if is_recorded:
+        run = recorded(compute, opt, on_device(next(job.batches(seed=1)), job))
     for step in range(1, steps + 1):
         rate = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         for group in opt.param_groups:
             group["lr"] = lr * min(rate, step / warmup)
-        batch = next(batches)
-        with job.autocast():
-            loss = loss_of(model, batch, job, **extra(batch))
-        loss.backward()
+        loss = run(*on_device(next(batches), job))
         nn.utils.clip_grad_norm_((p for p in model.parameters() if p.requires_grad), 1.0)
         opt.step()
         state = state or held_bytes(model, opt)
-        opt.zero_grad()
+        if not is_recorded:
+            opt.zero_grad()
         if step == WARM_UP or step % max(1, steps // 10) == 0:
-            print(f"    step {step:,} of {steps:,}: loss {float(loss.detach()):.3f}", flush=True)
+            print(f"    step {step:,} of {steps:,}: loss {float(loss):.3f}", flush=True)
         if step == WARM_UP:
             counted = time.perf_counter()
     size = options.batch_size * options.context
-    last = float(loss.detach())  # waits for the device
+    last = float(loss)  # waits for the device
     now = time.perf_counter()
     row: Row = {"steps": steps, "tokens": steps * size, "lr": lr, "loss": last}
     row |= {"seconds": now - started, "state_bytes": state, "peak_bytes": None}
@@ -166,9 +209,9 @@ def train_samo(model: nn.Module, masks: samo.Masks, job: Job, *, distills: bool)
     teacher = job.open().to(job.dtype).requires_grad_(False).eval()
     samo.chunk_loss_(teacher)
 
-    def goal(batch: Batch) -> dict[str, Any]:
+    def goal(inputs_BT: Tensor) -> dict[str, Any]:
         with torch.no_grad():
-            logits = deferred_logits(teacher, input_ids=batch.inputs_BT.to(job.device))
+            logits = deferred_logits(teacher, input_ids=inputs_BT)
         return {"distillation": Distillation(logits, share=0.5, temperature=2.0)}
 
     return fit(samo.chunk_loss_(model), opt, job, lr=job.options.lr, extra=goal)
@@ -252,6 +295,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on")
     parser.add_argument("--eval-batches", type=int, default=40)
+    parser.add_argument("--eager", action="store_true", help="record no CUDA graph")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 on a CPU too")
     parser.add_argument("--cache", type=Path, default=Path(".cache/recovery"), help="for tokens")
     options = parser.parse_args()
