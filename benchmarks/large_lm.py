@@ -38,7 +38,7 @@ from samo.planner.public_models import PUBLIC
 
 __all__ = []
 
-COLUMNS = ["contender", "tokens_per_s", "step_ms", "peak_gb", "loss", "error"]
+COLUMNS = ["contender", "tokens_per_s", "step_ms", "allocated_gb", "peak_gb", "loss", "error"]
 
 
 def config_of(options: argparse.Namespace) -> Any:
@@ -95,9 +95,12 @@ def limited(num_bytes: float | None, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def peak_gb(device: torch.device) -> float | None:
-    """Return the most that torch has taken from the GPU, with what lies unused in its cache."""
-    return torch.cuda.max_memory_reserved() / 1e9 if device.type == "cuda" else None
+def peaks_gb(device: torch.device) -> Row:
+    """Return the most that tensors took, and that torch took with what lay unused in its cache."""
+    if device.type != "cuda":
+        return {"allocated_gb": None, "peak_gb": None}
+    taken = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated_gb": taken[0] / 1e9, "peak_gb": taken[1] / 1e9}
 
 
 def finetune(folder: Path, run: Path, options: argparse.Namespace, *flags: str) -> Row:
@@ -212,7 +215,7 @@ def measured(name: str, options: Any, device: torch.device, run: Any, *args: Any
         row["tokens_per_s"] = options.batch_size * options.context / row["step_ms"] * 1e3
     except (torch.OutOfMemoryError, UnavailableError, RuntimeError) as error:
         row["error"] = str(error).split("\n")[0][:200]
-    return row | {"peak_gb": peak_gb(device)}
+    return row | peaks_gb(device)
 
 
 if __name__ == "__main__":
