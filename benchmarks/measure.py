@@ -90,7 +90,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def write_rows(path: Path | None, rows: Iterable[Row]) -> None:
     """Write rows, each with machine, versions, date and commit; nothing without a path."""
     if path is not None:
-        about = environment(torch.device("cpu"))
+        about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         write_lines(path, [row | about for row in rows])
 
 

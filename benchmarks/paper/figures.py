@@ -134,7 +134,7 @@ def memory() -> Canvas:
     note = "Lines: formulas (Adam, 16-bit compute, no activations). Points: measured on an H200 at 90 %, GPT-3 2.7B, 2026-11-16. Crosses: printed in the paper."
     figure, axes = single(480, title, note, right=340)
     measured = {}
-    for row in results("step-gpt3-2.7b-h200-2026-11-16") + results("streamed-h200-2026-11-16"):
+    for row in results("step-gpt3-2.7b-h200-2026-11-16") + results("streamed-h200-2026-11-18"):
         if row["parameters"]["shape"] == "gpt3-2.7b":
             figures = row["figures"]
             whole = figures["state_bytes_per_param"]
