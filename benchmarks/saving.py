@@ -92,6 +92,7 @@ def main() -> None:
             found["async_ms"] = 1e3 * (time.perf_counter() - start)
             found["step_meanwhile_ms"] = statistics.median(steps) if steps else None
             rounds.append(found)
+            print({key: value and round(value, 1) for key, value in found.items()}, flush=True)
         size, dense = pruned_bytes(Path(folder, "a"))
     common = {"params": sum(mask.numel for mask in samo.masks(model).values())}
     common |= {"device": device.type, "pruned_bytes": size, "over_dense": size / dense}
