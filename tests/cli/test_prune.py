@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,6 +195,7 @@ def sparse(folder: Path) -> None:
         (save_model, "--calibration notes.txt", 2, "--calibration has no effect with --method mag"),
         (save_model, "--sparsity 0.9999", 2, ".weight'; prune it less with --rules model.lay"),
         (save_model, "--out notes.txt", 2, "'notes.txt' exists; choose another name with --out"),
+        (save_model, "--sparsity 0.5 --device cuda", 2, "--device cuda needs a GPU"),
         (save_model, "--method zeros", 2, "less than 5.0%; leave out --method zeros to prune it"),
         (save_model, "--pattern 2:4 --sparsity 0.9", 2, "'2:4' prunes 0.5 of the weights, which"),
         (
@@ -226,7 +228,8 @@ def test_what_cannot_be_pruned_is_refused_and_nothing_is_written(
     make(here / "model")
     before = sorted(here.iterdir())
     capsys.readouterr()
-    assert type_in(f"prune model {flags}") == code
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert type_in(f"prune model {flags}") == code
     assert message in capsys.readouterr().err
     assert sorted(here.iterdir()) == before
 

@@ -143,6 +143,7 @@ def test_a_cpu_gets_no_lines_for_cuda() -> None:
         ),
         ("gpt3-13b --rules mlps 0.5", "unknown kind of matrix 'mlps'"),
         ("gpt3-13b --context 4096", "context 4096 is longer than that of 'gpt3-13b', 2048"),
+        ("llama-3-8b --context 9999", "context 9999 is longer than that of 'llama-3-8b', 8192"),
         ("gpt3-13b --batch -1", "batch must be a whole number, 1 or more, got -1"),
         ("gpt3-13b --node-gbit 0", "node_gbit must be over 0"),
         (
@@ -236,7 +237,7 @@ def test_a_teacher_takes_memory_of_every_gpu_and_is_part_of_the_command() -> Non
     assert found.teacher_bytes == taken
     assert found.options[0].usable_bytes == alone.options[0].usable_bytes - taken
     assert "--teacher MODEL_DIR" in found.command
-    assert "and 16.1 GB of it for the teacher" in " ".join(str(found).split())
+    assert "and for the teacher, which takes 16.1 GB of that" in " ".join(str(found).split())
     with pytest.raises(ConfigError, match="samo train has no teacher"):
         samo.plan("gpt3-125m", teacher="gpt3-125m")
 

@@ -108,6 +108,9 @@ def test_a_diverged_run_says_so(tmp_path: Path) -> None:
         run = read_run(write_events(path, [stepped(8), evaluated(9, last)]))
         assert findings.warnings(run).startswith(words)
         assert bool(words) == bool(findings.warnings(run))
+    # A model that was worse before has not diverged.
+    events = [stepped(8), evaluated(0, 17.9), evaluated(9, 17.8)]
+    assert findings.warnings(read_run(write_events(path, events))) == ""
 
 
 def test_runs_that_hold_the_same_are_not_ranked(tmp_path: Path) -> None:

@@ -320,6 +320,15 @@ def test_a_compressed_model_is_trained_and_resumed_without_a_dense_one(
     assert_same_run(tmp_path / "from dense", run)
 
 
+def test_a_batch_larger_than_the_data_is_told(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(settings(place, steps=1, batch_size=500), tmp_path / "run")
+    assert "sequences, and a batch has 500: each step reads some of it again" in caplog.text
+    rows = lines(tmp_path / "run", "data")[0]["sequences"]
+    assert f"use --batch-size {rows}" in caplog.text
+
+
 def test_a_run_stands_for_itself(place: Path, finished: Path) -> None:
     about = json.loads((finished / "run.json").read_text())
     assert about["kind"] == "finetune"
@@ -329,6 +338,9 @@ def test_a_run_stands_for_itself(place: Path, finished: Path) -> None:
         file.name for file in (finished / "hugging-face").iterdir()
     }
     assert lines(finished, "layout")[0]["reason"].startswith("resident, exact: ")
+    data = lines(finished, "data")[0]
+    assert data["tokens"] > 32 * (data["sequences"] - 1) > 0
+    assert 0 < data["valid_tokens"] < data["tokens"]
     evals = lines(finished, "eval")
     assert [line["step"] for line in evals] == [0, 2, 4]
     assert evals[-1]["valid_loss"] < evals[0]["valid_loss"]

@@ -24,7 +24,7 @@ from samo.planner.hardware import Cluster, Hardware, Link, write_hardware
 from samo.planner.memory import Job, Layout
 from samo.planner.network import gpt
 from samo.utils.environment import hardware as describe
-from samo.utils.formatting import size, three_digits
+from samo.utils.formatting import counted, size, three_digits
 
 __all__ = ["Machine", "measure"]
 
@@ -142,7 +142,8 @@ class Machine:
             reserved_bytes=0.8e9 if is_cuda else 0.0,
             dtype=str(self.dtype).removeprefix("torch."),
             source=(
-                f"measured: {about['device_name']}, {self.ranks} ranks, {about['threads']} threads"
+                f"measured: {about['device_name']}, {counted(self.ranks, 'rank')}, "
+                f"{counted(about['threads'], 'thread')}"
             ),
             **factors,
         )

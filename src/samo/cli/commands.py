@@ -156,8 +156,9 @@ class Plan:
     """Sparsities of kinds of matrices: pairs of attention, mlp, experts, router, embedding or head,
     and a value."""
     gpu: str = "h100"
-    """Kind of GPU, 24GB for any card of 24 GB, here for this machine, or a .toml or .json file as
-    --measure writes it."""
+    """v100-16, v100-32, a100-40, a100-80, h100, h200, b200, rtx3090, rtx4090, rtx5090, laptop-8gb,
+    24GB for any card of 24 GB, here for this machine, or a .toml or .json file as --measure writes
+    it."""
     gpus: int = 1
     """Number of GPUs."""
     gpus_per_node: int | Auto = "auto"

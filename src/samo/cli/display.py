@@ -11,7 +11,7 @@ from samo.cli.console import say
 from samo.report.runs import read_run
 from samo.train import events
 from samo.train.events import Event
-from samo.utils.formatting import duration, loss, perplexity, size
+from samo.utils.formatting import counted, duration, loss, perplexity, size
 
 __all__ = []
 
@@ -54,6 +54,9 @@ class Display:
                 self._update(completed=event.step)
             case events.Stepped():
                 self._step(event)
+            case events.Opened():
+                size_of = f"{event.tokens:,} tokens in {counted(event.sequences, 'sequence')}"
+                say(self._console, f"data: {size_of}; {event.valid_tokens:,} tokens held out")
             case events.Chosen():
                 say(self._console, f"memory: {event.reason}")
             case events.Compiling():

@@ -1,5 +1,6 @@
 """``samo export``: a run, a checkpoint or a Hugging Face folder, as a Hugging Face folder."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from samo.data.tokenizers import ByteTokenizer
 from samo.errors import CheckpointError, ConfigError, MaskError
 from samo.integrations import model_folders
 from samo.integrations.export import check_free, export
+from samo.integrations.folder_files import CONFIG
 from samo.mask.masks import Masks
 from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
@@ -40,7 +42,9 @@ def run(command: Export) -> int:
             f"{prune_command(command.source)}"
         ) from error
     found = masks_of(model) if isinstance(model, CompressedModule) else masks
-    rows = {"format": command.format, "bytes": size(sum(f.stat().st_size for f in out.iterdir()))}
+    about = json.loads((out / CONFIG).read_text())
+    rows = {"format": command.format, "dtype": about["dtype"]}
+    rows["bytes"] = size(sum(file.stat().st_size for file in out.iterdir()))
     if found:
         rows["sparsity"] = f"{percent(found.sparsity)} of {counted(len(found), 'tensor')}"
     console = PatientConsole()

@@ -30,7 +30,7 @@ from samo.train.launch_env import prune_command
 from samo.train.resolve import device_and_dtype, resolve_sparsity
 from samo.train.rules import check_ranges, pruning
 from samo.utils.disk_tensors import disk_copy
-from samo.utils.formatting import duration
+from samo.utils.formatting import counted, duration
 
 __all__ = []
 
@@ -143,9 +143,9 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
             ) from error
     how = {**command.choice(), "method": command.method, "seed": command.seed}
     how["sparsity"] = resolve_sparsity(command.sparsity, command.pattern)
+    device = device_and_dtype(command.device)["device"]  # which refuses what is not there
     with pruning(command.source), _progress(console) as progress:
         if command.calibration is not None:
-            device = device_and_dtype(command.device)["device"]
             batches = _batches(model, command)
             how |= {"calibration": batches, "device": device, "progress": progress}
         with refuse_zeros(otherwise="use --method zeros, --skip it"):
@@ -188,8 +188,9 @@ def _examples(model: Any, command: Prune, context: int) -> list[Tensor]:
         found = example_batches(data, samples=command.samples, context=context, seed=command.seed)
     if len(found) < command.samples:
         raise DataError(
-            f"the {len(data):,} examples in '{command.calibration}' make {len(found):,} samples of "
-            f"{context:,} tokens, and {command.samples:,} are asked for; use more examples, or "
+            f"the {len(data):,} examples in '{command.calibration}' make "
+            f"{counted(len(found), 'sample')} of {context:,} tokens, and {command.samples:,} are "
+            "asked for; use more examples, or "
             f"--samples {len(found)} --context {context}"
         )
     return found

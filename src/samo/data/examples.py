@@ -167,10 +167,12 @@ def open_examples(
         )
     if not is_learned.all():
         _log.warning(
-            "%s of %s examples in %s have no token to learn, and are left out",
+            "%s of %s examples in %s left out, the first of them number %s: they have no token to "
+            "learn, as a conversation without a message of the assistant",
             f"{np.count_nonzero(~is_learned):,}",
             f"{count:,}",
             names,
+            f"{int(_numbers(spans_N4)[np.argmin(is_learned)]) + 1:,}",
         )
     return Examples(segments, spans_N4[is_learned], limit, is_packed)
 

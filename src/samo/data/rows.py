@@ -128,7 +128,8 @@ def _parse(line: bytes, place: str) -> Any:
         return untrusted.parse_json(line)
     except ValueError as error:
         raise DataError(
-            f"{place} cannot be read as JSON: {error}; each line must be one JSON object"
+            f"{place} cannot be read as JSON: {str(error).partition(': line')[0]}; each line must "
+            "be one JSON object"
         ) from None
 
 

@@ -208,7 +208,7 @@ def plan(
             f"samo train trains the embeddings of '{network.name}'; leave out --freeze-embeddings, "
             "or name a Hugging Face folder, for samo finetune"
         )
-    if job.context > network.context and network.command:
+    if job.context > network.context:
         raise ConfigError(
             f"context {job.context} is longer than that of '{network.name}', {network.context}"
         )

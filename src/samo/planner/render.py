@@ -83,13 +83,13 @@ def _lines(plan: "Plan") -> Iterator[str]:
         yield f"--json has {counted(more, 'more layout')}."
     keeper = "the process" if job.dtype == "float32" else "CUDA's context and libraries"
     if plan.teacher_bytes:
-        keeper += f", and {size(plan.teacher_bytes)} of it for the teacher"
+        keeper += f", and for the teacher, which takes {size(plan.teacher_bytes)} of that"
     yield (
         f"usable: {size(hardware.memory_bytes)}, which is {hardware.memory_bytes / 2**30:.1f} GiB "
         f"(a GB is 10^9 bytes, a GiB 2^30), less {size(hardware.reserved_bytes)} for {keeper}."
     )
     fewest = "; ".join(f"{SCHEMES[scheme]} {n or 'none'}" for scheme, n in plan.fewest.items())
-    yield f"fewest {hardware.name} it fits on, as a power of two: {fewest}"
+    yield f"fewest devices it fits on, as a power of two: {fewest}"
     if best is None:
         yield "This would fit:"
         yield from (f"  {line}" for line in plan.advice or ["nothing that samo plan knows"])

@@ -148,11 +148,12 @@ def warnings(run: Run) -> str:
 
 
 def diverged(run: Run) -> str:
-    """Say that the loss is far above that of guessing, or not finite; empty if it is not."""
+    """Say that the loss has risen far above that of guessing, or is not finite; else empty."""
     last, words = run.evals[-1].valid_loss if run.evals else 0.0, run.section("data")
     size = words.get("vocab_size")
     guessing = math.log(size) if type(size) is int and size > 1 else math.inf
-    if math.isfinite(last) and last <= 1.5 * guessing:
+    began = run.evals[0].valid_loss if len(run.evals) > 1 else -math.inf
+    if math.isfinite(last) and (last <= 1.5 * guessing or last <= began):
         return ""
     found = f"{loss(last)}, and guessing gives {loss(guessing)}" if math.isfinite(last) else "NaN"
     return f"it diverged: the validation loss is {found}; lower --lr, or raise --warmup-steps"

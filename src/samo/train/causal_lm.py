@@ -4,6 +4,7 @@ The device gets a compressed model. One that is stored so, as in every checkpoin
 dense one on the way. Others are opened on the CPU, in the dtype of their files, and compressed.
 """
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +47,11 @@ from samo.train.resolve import with_steps
 from samo.train.rules import pruning
 from samo.train.run_dir import RunDir
 from samo.train.subject import Subject, Text
-from samo.utils.formatting import percent
+from samo.utils.formatting import counted, percent
 
 __all__ = []
+
+_log: Final = logging.getLogger(__name__)
 
 _CONTEXT: Final = 1024
 _CALIBRATION_ROWS: Final = 128
@@ -109,6 +112,12 @@ class CausalLMSubject(Subject):
         )
         model, size = replace(self.config.model, context=context), self.config.run.batch_size
         rows = Batches(train, context=context, batch_size=size, seed=self.config.run.seed)
+        if size > rows.num_windows:
+            _log.warning(
+                "the data fills %s, and a batch has %s: each step reads some of it again; use "
+                "--batch-size %s, or a smaller --context",
+                counted(rows.num_windows, "sequence"), f"{size:,}", f"{rows.num_windows:,}",
+            )  # fmt: skip
         self.config = with_steps(replace(self.config, model=model), rows.num_windows)
         self.text = Text(tokenizer, train, valid, known)
         return self.text

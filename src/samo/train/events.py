@@ -59,6 +59,14 @@ class Resumed(Started, name="resume"):
     """The run resumes from a checkpoint."""
 
 
+class Opened(Event, name="data"):
+    """What the run trains on, and what it holds out."""
+
+    tokens: int
+    sequences: int
+    valid_tokens: int
+
+
 class Stepped(Event, name="step"):
     """An optimizer step: every ``log_every`` steps, and the last."""
 

@@ -246,8 +246,8 @@ class Trainer:
         self.report(start(step=first, steps=run.steps, time=time.time()))
         if first:  # the run may have been killed before it did that
             self.ranks.run_on_rank0("the checkpoints", self.saver.follow_up)
-        elif self.learner.masks is not None:
-            self.start_pruned(self.learner.masks)
+        else:
+            self.start_fresh()
         signal = self.loop()
         if progress.step < run.steps:
             self.report(events.Ended(step=progress.step, reason="interrupted"))
@@ -258,6 +258,20 @@ class Trainer:
         self.subject.finish(self.folder, self.learner)
         self.report(events.Ended(step=progress.step, reason="done"))
         return None
+
+    def start_fresh(self) -> None:
+        """Tell what is read, and how a model starts that comes pruned."""
+        train, valid, sequences = self.text.train, self.text.valid, self.batches.num_windows
+        self.report(
+            events.Opened(
+                step=0,
+                tokens=train.num_tokens,
+                sequences=sequences,
+                valid_tokens=valid.num_tokens,
+            )
+        )
+        if self.learner.masks is not None:
+            self.start_pruned(self.learner.masks)
 
     def start_pruned(self, masks: Masks) -> None:
         """Tell how a model starts that comes pruned, and validate it: the loss to compare with."""
