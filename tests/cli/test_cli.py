@@ -19,6 +19,7 @@ import torch
 import samo
 from samo.cli.commands import Demo, Finetune, Inspect, Train
 from samo.cli.main import main, parse
+from samo.planner.hardware import HARDWARE
 from samo.train.config import AUTO
 
 FLAGS = (
@@ -77,6 +78,13 @@ def test_help_of_a_run_is_short_and_the_rest_is_in_help_all(
         assert shown.err == ""
         lengths[flag] = shown.out.count("\n")
     assert lengths["--help"] <= 100 < lengths["--help-all"]
+
+
+def test_help_of_plan_names_all_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = re.sub(r"[\s│]+", "", capsys.readouterr().out)
+    assert ",".join(HARDWARE) in shown
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:

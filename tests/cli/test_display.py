@@ -35,6 +35,11 @@ def test_the_line_about_pruning_says_why(event: events.Pruned, words: str) -> No
     assert words in shown(event)
 
 
+def test_the_data_of_a_run_is_told() -> None:
+    data = events.Opened(step=0, tokens=7000, sequences=1, valid_tokens=300)
+    assert "data: 7,000 tokens in 1 sequence; 300 tokens held out\n" in shown(data)
+
+
 def numbers_of(*happened: events.Event) -> str:
     """Return what a step's line says at the end of a run, where all lines are shown."""
     return shown(*happened, stepped(100, phase="samo")).splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -35,6 +36,7 @@ def test_a_folder_goes_through_all_formats_and_back(
         assert main(["export", "model", "--format", first]) == 0
         shown = capsys.readouterr().out
         assert f"written to model-{first}" in shown
+        assert re.search(r"dtype +float32", shown)
         assert "sparsity   90 % of 14 tensors" in shown
         back = f"0.15 or newer cannot load it; convert it back with: samo export model-{first} "
         assert (back in shown) == (first == "bitmask")

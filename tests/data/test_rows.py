@@ -59,7 +59,7 @@ def test_an_assistant_may_call_a_tool(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"text": "be"', r"cannot be read as JSON: Expecting ',' delimiter.*; each line must be"),
-        ("text", "cannot be read as JSON: Expecting value"),
+        ("text", "cannot be read as JSON: Expecting value; each line must be"),
         ("[" * 100_000, "cannot be read as JSON: it is nested too deep"),
         ("[" + "1," * 600_000 + "1]", "cannot be read as JSON: it has more than 524,288 values"),
         ('{"text": ' + "1" * 5000 + "}", "cannot be read as JSON: Exceeds the limit"),

@@ -320,13 +320,13 @@ def test_a_compressed_model_is_trained_and_resumed_without_a_dense_one(
     assert_same_run(tmp_path / "from dense", run)
 
 
-def test_a_batch_larger_than_the_data_is_told(
+def test_a_step_larger_than_the_data_is_told(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(settings(place, steps=1, batch_size=500), tmp_path / "run")
-    assert "sequences, and a batch has 500: each step reads some of it again" in caplog.text
+    train(settings(place, steps=1, batch_size=10, accumulate=20), tmp_path / "run")
     rows = lines(tmp_path / "run", "data")[0]["sequences"]
-    assert f"use --batch-size {rows}" in caplog.text
+    assert 10 < rows < 200
+    assert f"the data fills {rows} sequences, and a step takes 200: it reads" in caplog.text
 
 
 def test_a_run_stands_for_itself(place: Path, finished: Path) -> None:

@@ -1,6 +1,5 @@
 """``samo export``: a run, a checkpoint or a Hugging Face folder, as a Hugging Face folder."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from samo.data.tokenizers import ByteTokenizer
 from samo.errors import CheckpointError, ConfigError, MaskError
 from samo.integrations import model_folders
 from samo.integrations.export import check_free, export
-from samo.integrations.folder_files import CONFIG
+from samo.integrations.folder_files import CONFIG, read_json
 from samo.mask.masks import Masks
 from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
@@ -42,8 +41,7 @@ def run(command: Export) -> int:
             f"{prune_command(command.source)}"
         ) from error
     found = masks_of(model) if isinstance(model, CompressedModule) else masks
-    about = json.loads((out / CONFIG).read_text())
-    rows = {"format": command.format, "dtype": about["dtype"]}
+    rows = {"format": command.format, "dtype": read_json(out / CONFIG)["dtype"]}
     rows["bytes"] = size(sum(file.stat().st_size for file in out.iterdir()))
     if found:
         rows["sparsity"] = f"{percent(found.sparsity)} of {counted(len(found), 'tensor')}"

@@ -112,12 +112,14 @@ class CausalLMSubject(Subject):
         )
         model, size = replace(self.config.model, context=context), self.config.run.batch_size
         rows = Batches(train, context=context, batch_size=size, seed=self.config.run.seed)
-        if size > rows.num_windows:
+        taken = size * self.config.run.accumulate
+        if taken > rows.num_windows:
             _log.warning(
-                "the data fills %s, and a batch has %s: each step reads some of it again; use "
-                "--batch-size %s, or a smaller --context",
-                counted(rows.num_windows, "sequence"), f"{size:,}", f"{rows.num_windows:,}",
-            )  # fmt: skip
+                "the data fills %s, and a step takes %s: it reads some of them again; lower "
+                "--batch-size, --accumulate or --context",
+                counted(rows.num_windows, "sequence"),
+                f"{taken:,}",
+            )
         self.config = with_steps(replace(self.config, model=model), rows.num_windows)
         self.text = Text(tokenizer, train, valid, known)
         return self.text
