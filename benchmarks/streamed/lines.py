@@ -17,12 +17,12 @@ class Line(NamedTuple):
 
 _THREE: Final = ("masked,samo,streamed",)
 
-# Five rounds of five steps: where the host is the limit, one run says little.
+# Rounds of five steps: where the host is the limit, one run says little.
 _SMALL_BATCH: Final = StepConfig(
     shape="gpt3-2.7b", batch_size=2, only=_THREE, repeats=25, rounds=5, compile="blocks"
 )
 _350M: Final = StepConfig(
-    shape="gpt3-350m", batch_size=4, only=_THREE, repeats=25, rounds=5, compile="blocks"
+    shape="gpt3-350m", batch_size=4, only=_THREE, repeats=45, rounds=9, compile="blocks"
 )
 
 LINES: Final[dict[str, Line]] = {
@@ -48,7 +48,7 @@ LINES: Final[dict[str, Line]] = {
     ),
     "graphs-350m": Line(
         "350M, 4 x 1,024, whole model with CUDA graphs",
-        replace(_350M, compile="graphs", rounds=1),
+        replace(_350M, compile="graphs", repeats=25, rounds=1),
     ),
     "13b": Line(
         "13B, 8 x 1,024, eager",

@@ -1,6 +1,7 @@
 """samo bench step: contenders that train alike, and how their steps are run and recorded."""
 
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,50 @@ def test_a_contender_is_built_again_in_every_round(contest: Contest) -> None:
     assert [len(each.step_ms) for each in rounds] == [2, 1]
     assert [len(each.losses) for each in rounds] == [2, 1]
     assert contest.row("samo", {}).repeats == 3
+
+
+def test_compiled_contenders_stay_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(0, SMALL.vocab_size, (2, SMALL.context + 1))
+    contest = Contest(SMALL, StepConfig(compile="blocks"), tokens, lambda _: None, keeps=True)
+    built: list[str] = []
+
+    class Counted(Dense):
+        def __init__(self, *args: Any) -> None:
+            built.append("dense")
+            super().__init__(*args)
+
+    monkeypatch.setitem(CONTENDERS, "dense", Counted)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    for steps in (2, 1):
+        contest.run("dense", steps)
+    rounds = contest.rounds["dense"]
+    assert built == ["dense"]
+    assert [len(each.step_ms) for each in rounds] == [2, 1]
+    assert rounds[0].losses[-1] > rounds[1].losses[-1]  # it went on
+
+
+def test_contenders_that_do_not_fit_together_are_built_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = torch.randint(0, SMALL.vocab_size, (2, SMALL.context + 1))
+    contest = Contest(SMALL, StepConfig(compile="blocks"), tokens, lambda _: None, keeps=True)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    alive: list[object] = []
+
+    class Large(Dense):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if any(reference() is not None for reference in alive):
+                raise torch.OutOfMemoryError("out of memory")
+            alive.append(weakref.ref(self))
+
+    for name in ("dense", "masked"):
+        monkeypatch.setitem(CONTENDERS, name, Large)
+    for _ in range(2):
+        for name in ("dense", "masked"):
+            contest.run(name, 1)
+    assert not contest.failures
+    assert [len(contest.rounds[name]) for name in ("dense", "masked")] == [2, 2]
 
 
 def test_a_contender_that_fails_is_not_tried_again(

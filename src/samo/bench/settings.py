@@ -59,8 +59,8 @@ class StepConfig(BenchConfig):
     compile: Compile = "none"
     """Compile each block of every model, or the whole model; graphs: with CUDA graphs too."""
     rounds: Count | Auto = "auto"
-    """How often each contender is built again, to share the repeats; contenders are compared within
-    each round. auto: 3, or 1 if compiled."""
+    """Turns of each contender, which share the repeats; contenders are compared within each round.
+    Those that are not compiled are built again in each round. auto: 3, or 1 if compiled."""
 
 
 QUESTIONS: Final[dict[type[BenchConfig], str]] = {KernelsConfig: "kernels", StepConfig: "step"}

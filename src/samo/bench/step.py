@@ -4,13 +4,14 @@ All contenders train the same GPT from the same initial weights, on the same tok
 loss and AdamW settings. In each round every contender is built, warmed up, timed and freed in turn.
 
 With ``--compile`` every model is compiled in the same way: each block by itself, or forward and
-loss as one graph, with or without CUDA graphs. The optimizer is never compiled.
+loss as one graph, with or without CUDA graphs. The optimizer is never compiled. Contenders are then
+compiled once and stay in memory between rounds, if they fit and there are no CUDA graphs.
 """
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,8 @@ __all__ = []
 _WARM_UP: Final = 3
 _GRAPHS_WARM_UP: Final = 5
 """The first step compiles, the second records, and the third may find gradients elsewhere."""
+_WARM_AGAIN: Final = 2
+"""After other contenders have had their turn."""
 _VOCAB_SIZE: Final = 50_304
 _QUICK: Final = GPTConfig(
     num_layers=2, width=64, num_heads=2, context=32, vocab_size=256, is_checkpointed=True
@@ -61,7 +64,8 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
     generator = torch.Generator(device).manual_seed(1)
     size = (batch, shape.context + 1)
     tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
-    contest = Contest(shape, config, tokens, say)
+    keeps = rounds > 1 and config.compile in ("blocks", "model")
+    contest = Contest(shape, config, tokens, say, keeps=keeps)
     names = contenders(config)
     say(
         f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; one contender "
@@ -112,10 +116,20 @@ class Round:
 class Contest:
     """Builds contenders on equal terms, runs their steps and records them."""
 
-    def __init__(self, shape: GPTConfig, config: StepConfig, tokens: Tensor, say: Say) -> None:
+    def __init__(
+        self,
+        shape: GPTConfig,
+        config: StepConfig,
+        tokens: Tensor,
+        say: Say,
+        *,
+        keeps: bool = False,  # contenders in memory between rounds
+    ) -> None:
         self.rounds: dict[str, list[Round]] = {}
         self.failures: dict[str, str] = {}
         self.compile = config.compile
+        self._keeps = keeps
+        self._kept: dict[str, tuple[Contender, Round, int]] = {}
         self.warm_up = _GRAPHS_WARM_UP if config.compile == "graphs" else _WARM_UP
         self._shape, self._device, self._say = shape, tokens.device, say
         self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -129,24 +143,46 @@ class Contest:
         if name in self.failures:
             return
         self._reset()
-        try:
-            self._run(name, steps)
-        except Exception as error:  # whatever it is, the other contenders continue
+        error = self._attempt(name, steps)
+        if isinstance(error, torch.OutOfMemoryError) and self._kept:
+            self._keeps = False
+            self._kept.clear()
+            self._reset()
+            error = self._attempt(name, steps)
+        if error is not None:  # whatever it is, the other contenders continue
             self.failures[name] = reason(error)
             self._say(f"{name}: {self.failures[name]}")
         self._reset()
 
+    def _attempt(self, name: str, steps: int) -> Exception | None:
+        try:
+            self._run(name, steps)
+        except Exception as error:
+            return error.with_traceback(None)  # whose frames hold tensors
+        return None
+
     def _run(self, name: str, steps: int) -> None:
-        before = self._memory("current")  # what a library has not freed
-        contender, found = self._warmed_up(name)
+        counters = torch._dynamo.utils.counters
+        num_graphs = counters["stats"]["unique_graphs"]
+        if name in self._kept:
+            contender, found, own = self._kept[name]
+            found = replace(found, step_ms=[], update_ms=[], losses=[])
+            for _ in range(_WARM_AGAIN):
+                self._untimed_step(contender)
+        else:
+            before = self._memory("current")
+            contender, found = self._warmed_up(name)
+            own = self._memory("current") - before
         for _ in range(steps):
-            self._timed_step(contender, found, before)
+            self._timed_step(contender, found, own)
         found.in_a_row_ms = self._step_in_a_row(contender)
         if self.compile != "none":
-            counters = torch._dynamo.utils.counters
-            found.compiled["compilations"] = counters["stats"]["unique_graphs"]
+            new = counters["stats"]["unique_graphs"] - num_graphs
+            found.compiled["compilations"] = found.compiled.get("compilations", 0) + new
         if self.compile == "graphs":
             found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
+        if self._keeps:
+            self._kept[name] = contender, found, own
         self.rounds.setdefault(name, []).append(found)
         times = f"{three_digits(found.median_ms)} ms, {three_digits(found.in_a_row_ms)} in a row"
         peak = f", peak {three_digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
@@ -164,9 +200,7 @@ class Contest:
             model.compile(fullgraph=True, mode="reduce-overhead")
         start = mark(self._device)
         for _ in range(self.warm_up - 1):
-            self._gradients(contender)
-            contender.update()
-            contender.keep_masks()
+            self._untimed_step(contender)
         self._gradients(contender)
         state_bytes, account = contender.state_bytes(), contender.account()
         contender.update()
@@ -176,7 +210,13 @@ class Contest:
             free(self._device)  # reserved memory is measured
         return contender, Round(state_bytes, account, seconds)
 
-    def _timed_step(self, contender: Contender, found: Round, before: int) -> None:
+    def _untimed_step(self, contender: Contender) -> None:
+        self._gradients(contender)
+        contender.update()
+        contender.keep_masks()
+
+    def _timed_step(self, contender: Contender, found: Round, own: int) -> None:
+        others = self._memory("current") - own  # and what a library has not freed
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             time.sleep(0.1)
@@ -187,7 +227,7 @@ class Contest:
         stop = mark(self._device)
         found.step_ms.append(elapsed_ms(start, stop))
         found.update_ms.append(elapsed_ms(middle, stop))
-        found.peak_bytes = max(found.peak_bytes, self._memory("peak") - before)
+        found.peak_bytes = max(found.peak_bytes, self._memory("peak") - others)
         contender.keep_masks()
         found.losses.append(float(loss))
 
@@ -213,8 +253,11 @@ class Contest:
         return int(torch.cuda.memory_stats().get(f"{kind}.all.{which}", 0))
 
     def _reset(self) -> None:
-        """Free memory, and with ``--compile`` all compiled code, its counters and CUDA graphs."""
-        if self.compile != "none":
+        """Free memory, and with ``--compile`` all compiled code, its counters and CUDA graphs.
+
+        What belongs to contenders that are kept stays.
+        """
+        if self.compile != "none" and not self._kept:
             torch.compiler.reset()
             torch._dynamo.utils.counters.clear()
         free(self._device)
@@ -226,7 +269,7 @@ class Contest:
         if failure or not rounds:
             return Row(name=name, parameters=parameters, failure=failure)
         step_ms = [ms for each in rounds for ms in each.step_ms]
-        median, last = spread(step_ms)["median"], rounds[-1]
+        median, first, last = spread(step_ms)["median"], rounds[0], rounds[-1]
         round_ms = [each.median_ms for each in rounds]
         in_a_row = [each.in_a_row_ms for each in rounds]
         peak = max(each.peak_bytes for each in rounds)
@@ -247,9 +290,10 @@ class Contest:
             "peak_over_masked": ratio([peak], [masked_peak]) if peak and masked_peak else None,
             "state_bytes": last.state_bytes,
             "state_bytes_per_param": round(last.state_bytes / self.num_params, 4),
-            "final_loss": last.losses[-1] if math.isfinite(last.losses[-1]) else None,
-            "trained_steps": self.warm_up + len(last.losses),
-            "warm_up_s": round(rounds[0].warm_up_s, 2),  # nothing was compiled before it
+            # Of the first round: later ones may go on from there.
+            "final_loss": first.losses[-1] if math.isfinite(first.losses[-1]) else None,
+            "trained_steps": self.warm_up + len(first.losses),
+            "warm_up_s": round(first.warm_up_s, 2),  # nothing was compiled before it
             **last.compiled,
         }
         if last.account is not None:
