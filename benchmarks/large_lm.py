@@ -7,7 +7,7 @@ Writes a compressed folder of the shape with random weights, without a dense mod
 `samo finetune`, streamed and lean, once with its embeddings and once with them frozen. Then the dense
 model takes the same batches with optimizers of other projects, blocks checkpointed and the loss in
 chunks alike. The limit holds for everything that torch allocates in samo's runs. ``--in-python``
-trains with the library instead of the command, which saves: 100 GB for a model of 70B.
+trains with the library instead of the command, and writes nothing: a model of 70B and its state are 100 GB.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from benchmarks.measure import Row, arguments, show, write_rows
 from samo.cli.main import main as cli
 from samo.core.modules import named_weights
 from samo.integrations.causal_lm import freeze_embeddings_
-from samo.integrations.model_folders import open_compressed
 from samo.mask.prunable import dense_parameters, prunable
 from samo.planner.public_models import PUBLIC
 
@@ -50,27 +49,32 @@ def config_of(options: argparse.Namespace) -> Any:
     return AutoConfig.for_model(**shape)
 
 
-def write_model(folder: Path, options: argparse.Namespace, device: torch.device) -> None:
-    """Write the pruned model and a tokenizer of bytes. Weights of one shape have one random mask."""
+def random_model(options: argparse.Namespace, device: torch.device) -> Any:
+    """Return the pruned model with random weights and masks, without a dense one on the way."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config_of(options), dtype=torch.bfloat16)
-    own, masks = dense_parameters(model), dict[torch.Size, samo.Mask]()
+    own, masks = dense_parameters(model), dict[str, samo.Mask]()
     for name in prunable(model):
-        if (shape := own[name].shape) not in masks:
-            kept = torch.rand(shape, device=device) >= options.sparsity
-            masks[shape] = samo.Mask.from_bool(kept.cpu())
-    found = samo.Masks({name: masks[own[name].shape] for name in prunable(model)})
-    dtype = torch.bfloat16
-    samo.compress_(model, found, dtype=dtype, value_dtype=dtype, weights="streamed")
-    model.to_empty(device="cpu")
+        kept = torch.rand(own[name].shape, device=device) >= options.sparsity
+        masks[name] = samo.Mask.from_bool(kept)
+    narrow = dict.fromkeys(("dtype", "value_dtype", "grad_dtype"), torch.bfloat16)
+    samo.compress_(model, samo.Masks(masks), weights="streamed", **narrow)
+    model.to_empty(device=device)
     model.tie_weights()  # which to_empty parts
     pruned = {name for name, _ in named_weights(model)}
     for name, param in model.named_parameters():
         if name not in pruned and param.dim() == 1:
             param.data.fill_(1)  # norms
         else:
-            param.data.copy_(torch.randn(param.shape, device=device).mul_(0.02))
-    model.save_pretrained(folder)
+            param.data.normal_(std=0.02)
+    rotary = type(model.model.rotary_emb)
+    model.model.rotary_emb = rotary(model.config).to(device)  # its buffers are in no state dict
+    return model
+
+
+def write_model(folder: Path, options: argparse.Namespace, device: torch.device) -> None:
+    """Write the model and a tokenizer of bytes."""
+    random_model(options, device).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -121,14 +125,12 @@ def finetune(folder: Path, run: Path, options: argparse.Namespace, *flags: str) 
     return {"step_ms": step_ms, "loss": steps[-1]["loss"]}
 
 
-def train_here(
-    folder: Path, options: argparse.Namespace, device: torch.device, freezes: bool
-) -> Row:
+def train_here(options: argparse.Namespace, device: torch.device, freezes: bool) -> Row:
     """Train with the library, as ``samo finetune`` does."""
-    narrow = dict.fromkeys(("dtype", "value_dtype", "grad_dtype"), torch.bfloat16)
-    prepare = freeze_embeddings_ if freezes else None
-    model = open_compressed(folder, weights="streamed", prepare=prepare, **narrow)
-    opt = samo.AdamW(samo.param_groups(model.to(device), lr=1e-5), state="lean")
+    model = random_model(options, device)
+    if freezes:
+        freeze_embeddings_(model)
+    opt = samo.AdamW(samo.param_groups(model, lr=1e-5), state="lean")
     return take_steps(model, opt, options, device)
 
 
@@ -183,19 +185,18 @@ def main() -> None:
     rows = list[Row]()
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place) / "model"
-        write_model(folder, options, device)
-        size = (options.steps + 8) * options.batch_size * (options.context + 1)
-        text = "".join(chr(32 + int(one)) for one in torch.randint(0, 95, (size,)))
-        (folder.parent / "text.txt").write_text(text)
+        if not options.in_python:
+            write_model(folder, options, device)
+            size = (options.steps + 8) * options.batch_size * (options.context + 1)
+            text = "".join(chr(32 + int(one)) for one in torch.randint(0, 95, (size,)))
+            (folder.parent / "text.txt").write_text(text)
         for freezes in (False, True):
             name = "samo, embeddings frozen" if freezes else "samo"
             run = Path(place) / f"run-{freezes:d}"
             flags = ["--freeze-embeddings"] if freezes else []
             with limited(limit, device):
                 if options.in_python:
-                    row = measured(
-                        name, options, device, train_here, folder, options, device, freezes
-                    )
+                    row = measured(name, options, device, train_here, options, device, freezes)
                 else:
                     row = measured(name, options, device, finetune, folder, run, options, *flags)
             rows.append(row)
