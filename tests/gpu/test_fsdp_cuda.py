@@ -77,6 +77,7 @@ def test_a_sharded_model_trains_as_a_whole_one(kind: str, reshards: bool) -> Non
     assert not torch.equal(whole(sharded[0].weight), start)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_no_dense_weight_and_no_whole_values_stay() -> None:
     width, count, workspaces = 4096, 16, 2**26
     torch.compiler.reset()  # other tests' code and CUDA graphs
