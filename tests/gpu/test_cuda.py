@@ -1,6 +1,7 @@
 """Models and large updates on a CUDA device; tests/kernels runs the kernels there too."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.async_compile import shutdown_compile_workers
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.autograd import DeviceType
 
 import samo
@@ -36,6 +39,10 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def compiled_kernels() -> list[CachingAutotuner]:
+    return [found for found in gc.get_objects() if isinstance(found, CachingAutotuner)]
 
 
 def compressed_gpt(
@@ -241,14 +248,21 @@ def test_the_ledger_agrees_with_the_allocator() -> None:
 def test_blocks_compiled_by_inductor_train(weights: Any) -> None:
     model, masks = compressed_gpt(torch.bfloat16, weights)
     plain = copy.deepcopy(model)
+    shutdown_compile_workers()  # those of earlier tests lack the setting
+    operators.launch_statically()
+    before = compiled_kernels()
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(options=operators.COMPILE_OPTIONS)
+        block.compile()
     losses = []
     for each in (model, plain):
         torch.manual_seed(0)  # for the same batch
         losses.append(train(each, samo.AdamW(each.parameters(), lr=1e-2), 5))
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0)
     assert is_masked(model, masks)
+    found = [kernel for kernel in compiled_kernels() if kernel not in before]
+    launchers = [launcher for kernel in found for launcher in kernel.launchers]
+    assert launchers
+    assert all(getattr(launcher, "_is_static", False) for launcher in launchers)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -116,6 +116,30 @@ def test_the_operators_of_compiled_code_are_sound() -> None:
         torch.library.opcheck(expand, (values, packed, shape, "bfloat16", None))
 
 
+READ_IN_A_WORKER = """
+import torch._inductor.config as config
+from samo.kernels.operators import launch_statically
+launch_statically()
+config.compile_threads = 2
+from torch._inductor.async_compile import AsyncCompile
+setting = "__import__('torch')._inductor.config.static_launch_user_defined_triton_kernels"
+print(eval(setting), AsyncCompile.process_pool().submit(eval, setting).result())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "expected"), [(None, "True True"), ("0", "False False")])
+def test_processes_that_compile_kernels_launch_them_statically_too(
+    given: str | None, expected: str
+) -> None:
+    name = "TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS"
+    env = {key: value for key, value in os.environ.items() if key != name}
+    env |= {} if given is None else {name: given}
+    command = [sys.executable, "-c", READ_IN_A_WORKER]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
+
+
 @pytest.mark.parametrize("density", [0.3, None], ids=["pruned", "unpruned"])
 def test_kernels_follow_strides(kernels: Kernels, density: float | None) -> None:
     keep = draw_keep(8 * 6 * 3 * 3, density).view(8, 6, 3, 3)

@@ -22,7 +22,7 @@ from samo.bench.rows import Row, Save, Say, Table, between, reason
 from samo.bench.settings import StepConfig
 from samo.bench.timing import elapsed_ms, free, mark, ratio, spread
 from samo.errors import ConfigError, nearest
-from samo.kernels.operators import COMPILE_OPTIONS
+from samo.kernels.operators import launch_statically
 from samo.memory.ledger import Ledger
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
@@ -191,11 +191,12 @@ class Contest:
     def _warmed_up(self, name: str) -> tuple[Contender, Round]:
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
         contender = CONTENDERS[name](model, masks)
+        launch_statically()
         if self.compile == "blocks":
             for block in model.blocks:
-                block.compile(fullgraph=True, options=COMPILE_OPTIONS)  # a graph break is an error
+                block.compile(fullgraph=True)  # a graph break is an error
         elif self.compile == "model":
-            model.compile(fullgraph=True, options=COMPILE_OPTIONS)
+            model.compile(fullgraph=True)
         elif self.compile == "graphs":
             model.compile(fullgraph=True, mode="reduce-overhead")
         start = mark(self._device)

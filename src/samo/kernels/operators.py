@@ -5,9 +5,11 @@ an NVIDIA GPU these are `torch.library.triton_op`, whose kernels Inductor launch
 they are opaque to it.
 """
 
+import os
 from typing import Final
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
@@ -17,11 +19,20 @@ from samo.mask.mask import Mask
 
 __all__ = []
 
-COMPILE_OPTIONS: Final = {"static_launch_user_defined_triton_kernels": True}
-"""Let Inductor launch these kernels without Python, which a host-bound step shows."""
+_STATIC_LAUNCH: Final = "static_launch_user_defined_triton_kernels"
 
 _SLOTS = 256
 """The same for all densities: another number would be another graph to compile."""
+
+
+def launch_statically() -> None:
+    """Let Inductor launch these kernels without Python, which a host-bound step shows.
+
+    Call it before the first compilation. Inductor compiles kernels in other processes, which get
+    its setting from the environment alone: ``torch.compile(options=...)`` does not reach them.
+    """
+    if os.environ.setdefault(f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}", "1") == "1":
+        setattr(torch._inductor.config, _STATIC_LAUNCH, True)
 
 
 def compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ from samo.core.rank_checks import compare_masks
 from samo.core.shards import sharded_like
 from samo.core.weight import weight_of
 from samo.data.batches import IGNORE, Batch
-from samo.kernels.operators import COMPILE_OPTIONS
+from samo.kernels.operators import launch_statically
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
@@ -114,9 +114,9 @@ class Learner:
         self._reduced_bytes = 0
         self._is_compiled = config.run.compile
         if self._is_compiled:  # larger units would delay the reduction of gradients between ranks
+            launch_statically()
             for block in blocks(model):
-                options = COMPILE_OPTIONS if BACKEND == "inductor" else None
-                block.compile(backend=BACKEND, options=options)
+                block.compile(backend=BACKEND)
         self.opt: torch.optim.Optimizer
         self.device = next(model.parameters()).device
         if isinstance(model, CompressedModule):
