@@ -144,8 +144,8 @@ class Launched:
 
     def wait_until_gone(self, began: float, seconds: float) -> bool:
         """Wait until no process is left; return whether that is so."""
-        while self.processes():
-            self.process.poll()
+        # A process that has just started has no environment to be found by for a moment.
+        while self.process.poll() is None or self.processes():
             if time.monotonic() - began > seconds:
                 return False
             time.sleep(0.05)

@@ -1,6 +1,7 @@
 """Compressed folders from strangers: what does not fit is refused before it takes memory."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -152,6 +153,14 @@ def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Pat
     configure(folder, **sizes)
     message = message.replace("35 tensors", r"\d+ tensors")
     with pytest.raises((CheckpointError, MaskError), match=message):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("rate", [-0.5, 1.5, math.nan])
+def test_a_dropout_that_is_no_probability_is_refused(rate: float, tmp_path: Path) -> None:
+    folder = samo.export(pruned("Llama")[0], tmp_path / "llama")
+    configure(folder, attention_dropout=rate)
+    with pytest.raises(CheckpointError, match="attention_dropout must be between 0 and 1, got "):
         open_model(folder)
 
 

@@ -51,8 +51,10 @@ def test_the_last_finite_loss_and_the_last_end_count(tmp_path: Path) -> None:
 
 def test_an_odd_run_json_is_read_as_far_as_possible(tmp_path: Path) -> None:
     changes = {"config": [1, 2], "model": None, "ranks": {"pipe": "x", "data": -1}, "name": None}
-    run = read_run(write_run(tmp_path / "third", steps=1, changes=changes))
-    assert (run.name, run.mode, run.num_params, run.num_ranks) == ("third", "", None, 1)
+    for model in (None, {"num_params": 10**400}, {"num_params": -1}):
+        changes["model"] = model
+        run = read_run(write_run(tmp_path / "third", steps=1, changes=changes))
+        assert (run.name, run.mode, run.num_params, run.num_ranks) == ("third", "", None, 1)
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:

@@ -145,6 +145,13 @@ def _config(transformers: Any, folder: Path) -> Any:
     """Return the config of a folder, without how it stores its weights."""
     config = transformers.AutoConfig.from_pretrained(folder, **_SAFE)
     vars(config).pop(QUANTIZATION, None)
+    for name, value in vars(config.get_text_config()).items():
+        # Attention would take it until the first step, and torch's error be about something else.
+        is_rate = "drop" in name and isinstance(value, int | float)
+        if is_rate and not 0 <= value <= 1:
+            raise CheckpointError(
+                f"'{folder / CONFIG}' is damaged: {name} must be between 0 and 1, got {value!r}"
+            )
     return config
 
 

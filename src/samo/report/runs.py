@@ -44,7 +44,7 @@ class Run:
         model = _section(self.section("config"), "model")
         self.has_teacher = model.get("teacher") is not None
         count = self.section("model").get("num_params")
-        self.num_params = count if type(count) is int else None
+        self.num_params = count if type(count) is int and 0 <= count < 2**63 else None
         self.num_stages = _axis(self.section("ranks"), "pipe")
         self.num_replicas = _axis(self.section("ranks"), "data")
         self.num_ranks = self.num_stages * self.num_replicas
