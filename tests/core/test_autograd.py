@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import samo
@@ -268,7 +269,7 @@ def test_dense_gradients_die_as_they_are_compressed(is_tied: bool, style: str) -
     if style == "reentrant":
         for block in model.blocks:
             forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=True)
+            block.forward = lambda x, _, forward=forward: checkpoint(forward, x, use_reentrant=True)
     samo.compress_(model, samo.prune(model, sparsity=0.9, skip=()))
     batch = tokens()
     sizes = sorted(weight.shape.numel() * 4 for _, weight in named_weights(model))
@@ -320,6 +321,43 @@ def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: 
         samo.remap_(model, samo.prune(model, sparsity, scope="global"))
         model(batch, batch).backward()
     assert stats["unique_graphs"] <= 2
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_compiled_block_recomputes_in_its_own_graph(weights: Any) -> None:
+    """It holds its input and its weights alone, and backward computes all else again."""
+    torch._dynamo.reset()
+    model, plain = (small_gpt(is_checkpointed=True) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    masks = samo.prune(model, sparsity=0.5)
+    for net in (model, plain):
+        samo.compress_(net, masks, weights=weights)
+    for block in model.blocks:
+        block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    batch = tokens()
+    held: list[Tensor] = []
+
+    def hold(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    for net in (plain, model):
+        net.zero_grad()
+        with saved_tensors_hooks(hold, lambda tensor: tensor):
+            x = net.embed(batch).detach().requires_grad_()
+            held.clear()
+            net.blocks[0](x, True).square().sum().backward()
+    own = [weight.traced for _, weight in named_weights(model.blocks[0])]
+    known = [x, *model.parameters(), *(part for each in own for part in each[:3])]
+    addresses = {part.data_ptr() for part in known if part is not None}
+    others = [tensor for tensor in held if tensor.data_ptr() not in addresses]
+    # Of square(); and the state of random numbers, since attention could draw some.
+    assert [tensor.shape for tensor in others if tensor.dtype != torch.uint8] == [x.shape]
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @ignores_dynamo

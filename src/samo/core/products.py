@@ -35,7 +35,7 @@ class Product(torch.autograd.Function):
         is_deferred: bool,
     ) -> Tensor:
         ctx.layout, ctx.operation, ctx.kept = layout, operation, values.shape[0]
-        if torch.compiler.is_compiling():
+        if not isinstance(layout, Layout):  # compiled code, whose compiler decides what is saved
             ctx.save_for_backward(values, x)
             return operation.forward(x, layout.expand(values, x.dtype), bias)
         # Save what torch's operations would: an input that is not needed may be freed or
@@ -134,9 +134,12 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
     args = (values, x, bias, layout, operation)
     if not torch.is_grad_enabled():
         return _compute(*args, is_tracked=False)
+    if is_compiling:
+        from samo.core.traced import product  # registers operators, which takes time
+
+        return product(*args)
     if (
-        is_compiling
-        or torch._C._current_graph_task_id() == -1
+        torch._C._current_graph_task_id() == -1
         # Selective checkpointing, a dispatch mode, expects the operations of the forward pass.
         or torch._C._len_torch_dispatch_stack()
     ):

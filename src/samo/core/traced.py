@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from samo.core.dense import Expand
+from samo.core.products import Operation, Product
 from samo.core.streamed import Expansion
 from samo.kernels.operators import compress, expand
 
@@ -46,6 +47,30 @@ class TracedLayout(NamedTuple):
         if self.bitmap is None:
             return grad.to(self.grad_dtype)
         return compress(grad, self.bitmap, kept, self.grad_dtype)
+
+
+# Note [Autograd functions in compiled code]
+#
+# Dynamo calls the functions below while it traces, instead of tracing them; AOTAutograd traces them
+# later, forward and backward. Each is one node of Dynamo's graph, so it needs few guards, and under
+# activation checkpointing torch 2.11 marks all its operations as to be recomputed. Inside of an
+# autograd function that Dynamo traces, it does not, and would save the results of products.
+
+
+@torch.compiler.allow_in_graph
+def product(
+    values: Tensor, x: Tensor, bias: Tensor | None, layout: TracedLayout, operation: Operation
+) -> Tensor:
+    """Multiply with a streamed weight."""
+    return Product.apply(values, x, bias, layout, operation, False)  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.allow_in_graph
+def _track(
+    values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype
+) -> Tensor:
+    """Return the resident dense weight, or a new one, in the graph of the values."""
+    return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]
 
 
 class TracedExpansion(Expansion):
@@ -118,7 +143,7 @@ def read(weight: Any, traced: Any) -> Any:
         return TracedExpansion(values, layout, dtype)
     if not values.requires_grad or not torch.is_grad_enabled():
         return dense
-    return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]
+    return _track(values, dense, layout, dtype)
 
 
 @torch.compiler.disable

@@ -56,10 +56,7 @@ class GPT(nn.Module):
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT) + self.position(places_T)
         for block in self.blocks:
-            if self.config.is_checkpointed and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, self.config.is_checkpointed)
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return self.head(x_BTD)
@@ -86,7 +83,14 @@ class _Block(nn.Module):
             nn.Linear(4 * config.width, config.width),
         )
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, is_checkpointed: bool = False) -> Tensor:
+        # In the block, not around it: a block that is compiled recomputes in its own graph.
+        if is_checkpointed and torch.is_grad_enabled():
+            # Nothing in it is random.
+            return checkpoint(self._residual, x_BTD, use_reentrant=False, preserve_rng_state=False)
+        return self._residual(x_BTD)
+
+    def _residual(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
         return x_BTD + self.mlp(self.norm2(x_BTD))
 

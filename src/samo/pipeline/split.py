@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from samo.pipeline import hugging_face
 from samo.pipeline.partition import partition
@@ -134,9 +133,7 @@ def _gpt(model: Any) -> Layers:
 
     def block(path: str) -> Call:
         def call(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
-            if config.is_checkpointed and torch.is_grad_enabled():
-                return checkpoint(find(path), x_BTD, use_reentrant=False)
-            return find(path)(x_BTD)
+            return find(path)(x_BTD, config.is_checkpointed)
 
         return call
 
