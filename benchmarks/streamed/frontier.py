@@ -115,12 +115,24 @@ def _scale(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _label(axes: Axes, points: Sequence[Point]) -> None:
-    """Write each name beside its dot: of samo above and below its lines, of rivals to the side."""
-    styles: dict[str, dict[str, Any]] = {
-        "exact": {"xytext": (5, 6), "ha": "left", "va": "bottom", "color": LIGHT["run0"]},
-        "lean": {"xytext": (-5, -6), "ha": "right", "va": "top", "color": LIGHT["run2"]},
-        "rival": {"xytext": (0, 9), "ha": "center", "va": "bottom", "color": LIGHT["muted"]},
-    }
+    """Write each name beside its dot: samo's budgets above or below the line, others to a side."""
+    colours = {"exact": LIGHT["run0"], "lean": LIGHT["run2"], "rival": LIGHT["muted"]}
+    left = {"xytext": (-9, 0), "ha": "right", "va": "center"}
+    right = {"xytext": (9, 0), "ha": "left", "va": "center"}
+    above = {"xytext": (3, 7), "ha": "left", "va": "bottom"}
+    below = {"xytext": (-3, -7), "ha": "left", "va": "top"}
+    edge = max(point.peak for point in points) / 2
     for point in points:
-        style = {"textcoords": "offset points", "fontsize": 10, **styles[point.line]}
-        axes.annotate(point.label, (point.peak, point.step), **style)
+        place: dict[str, Any] = right
+        if point.share > 0:
+            place = above if point.line == "exact" else below
+        elif point.line != "rival" or point.peak > edge:
+            place = left
+        axes.annotate(
+            point.label,
+            (point.peak, point.step),
+            textcoords="offset points",
+            fontsize=10,
+            color=colours[point.line],
+            **place,
+        )
