@@ -3,6 +3,7 @@
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_the_last_finite_loss_and_the_last_end_count(tmp_path: Path) -> None:
 
 
 def test_an_odd_run_json_is_read_as_far_as_possible(tmp_path: Path) -> None:
-    changes = {"config": [1, 2], "model": None, "ranks": {"pipe": "x", "data": -1}, "name": None}
+    changes: dict[str, Any] = {"config": [1, 2], "ranks": {"pipe": "x", "data": -1}, "name": None}
     for model in (None, {"num_params": 10**400}, {"num_params": -1}):
         changes["model"] = model
         run = read_run(write_run(tmp_path / "third", steps=1, changes=changes))
