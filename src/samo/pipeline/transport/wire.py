@@ -42,18 +42,6 @@ class TensorSpec(NamedTuple):
     needs_grad: bool = False
     is_narrow: bool = False
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the elements fill a block of memory, in the order of some dimensions."""
-        expected = 1
-        if 0 in self.shape:
-            return True  # whatever its strides
-        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
 
 class Layout(NamedTuple):
     """The tensors of a packet, and where they lie in its body."""
@@ -118,7 +106,7 @@ def decode(header: bytes | bytearray, text: bytes | bytearray) -> tuple[Packet, 
             reason = text.decode()
         elif text:
             layout = _read(bytes(text))
-    except (ValueError, TypeError, AttributeError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         raise _invalid(bytes(header) + bytes(text)) from None
     packet = Packet(
         kind,
@@ -142,19 +130,16 @@ def _written(specs: tuple[tuple[Any, ...], ...]) -> bytes:
 
 @lru_cache(1024)
 def _read(text: bytes) -> Layout:
-    rows = json.loads(text)
-    specs = [
-        TensorSpec(getattr(torch, dtype), tuple(shape), tuple(strides), *flags)
-        for dtype, shape, strides, *flags in rows
-    ]
-    for spec in specs:
-        dtype, shape, strides, *flags = spec
-        if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
+    specs = []
+    for dtype, shape, strides, *flags in json.loads(text):
+        # Raises for what is no type, size or stride, but for negative strides; takes no memory.
+        like = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(like)
+        if not is_dense or min(strides, default=0) < 0:
+            raise ValueError
+        if not all(isinstance(flag, bool) for flag in flags):
             raise TypeError
-        if not all(isinstance(size, int) and size >= 0 for size in (*shape, *strides)):
-            raise ValueError
-        if not spec.is_dense:
-            raise ValueError
+        specs.append(TensorSpec(like.dtype, tuple(shape), tuple(strides), *flags))
     return layout_of(specs)
 
 
