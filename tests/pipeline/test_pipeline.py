@@ -299,8 +299,8 @@ def check_tied(everyone: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"micro_batches": 0}, "micro_batches must be a whole number, 1 or more, got 0"),
-        ({"stages_per_rank": 0}, "stages_per_rank must be a whole number, 1 or more, got 0"),
+        ({"micro_batches": 0}, "micro_batches must be a whole number of 1 or more, got 0"),
+        ({"stages_per_rank": 0}, "stages_per_rank must be a whole number of 1 or more, got 0"),
         ({"loss_reduction": "max"}, "loss_reduction must be 'mean' or 'sum', got 'max'"),
         ({"timeout_s": 0}, "timeout_s must be more than 0 seconds, got 0"),
         ({"cuts": [(0, 1)]}, "cuts must be 1 consecutive ranges from layer 0 to 2"),
