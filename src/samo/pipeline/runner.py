@@ -164,16 +164,15 @@ class Runner:
             needs_grad = tuple(tensor.requires_grad for tensor in tensors)
             seed = run.held[target - 1, micro_batch].seed
         values = tuple(tensor.detach() for tensor in tensors)
-        is_narrow: tuple[bool, ...] = ()
-        if self._wire_dtype is not None:
-            is_narrow = tuple(tensor.dtype == torch.float32 for tensor in values)
-            values = tuple(
-                tensor.to(self._wire_dtype) if flag else tensor
-                for tensor, flag in zip(values, is_narrow)
-            )
         if run.is_end(kind, micro_batch):
             assert run.loss is not None
-            values, is_narrow = (*values, run.loss), is_narrow and (*is_narrow, False)
+            values = (*values, run.loss)
+        is_narrow: tuple[bool, ...] = ()
+        if self._wire_dtype is not None:  # a scalar, such as the loss, stays as it is
+            is_narrow = tuple(t.dtype == torch.float32 and t.dim() > 0 for t in values)
+            values = tuple(
+                t.to(self._wire_dtype) if flag else t for t, flag in zip(values, is_narrow)
+            )
         self.sent_bytes += sum(tensor.nbytes for tensor in values)
         packet = Packet(
             kind,
