@@ -253,12 +253,20 @@ def non_leaf(tensor: Tensor) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The identity. Its output shares memory with the leaf, without autograd seeing a view."""
+    """The identity. Its output shares memory with the leaf, without autograd seeing a view.
+
+    The leaf's gradient keeps its strides, which decide in which order a kernel adds up: autograd
+    would give it those of the leaf.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.tensor = tensor
         return tensor.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        if not ctx.tensor.is_leaf:  # an input of the caller's
+            return grad
+        ctx.tensor.grad = grad
+        return None
