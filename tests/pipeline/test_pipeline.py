@@ -26,6 +26,7 @@ from tests.pipeline.cases import (
     compress,
     next_token_loss,
     optimizer,
+    pipeline_of,
     reference,
     tiny_gpt,
     tiny_hf,
@@ -70,7 +71,7 @@ def turned_gradients(mesh: Any) -> dict[str, Tensor]:
     layers = nn.Sequential(Turned(48, 48), nn.GELU(), nn.Linear(33, 33), nn.LayerNorm(33))
     x = torch.randn(8, 33, 48)
     pipeline = samo.Pipeline(
-        layers, nn.functional.mse_loss, mesh, 3, cuts=None if mesh is None else [(0, 1), (1, 4)]
+        layers, F.mse_loss, mesh, 3, cuts=None if mesh is None else [(0, 1), (1, 2), (2, 4)]
     )
     pipeline.step(x, target=x.transpose(1, 2))
     pipeline.close()
@@ -78,24 +79,12 @@ def turned_gradients(mesh: Any) -> dict[str, Tensor]:
     return {name: param.grad for name, param in params if param.grad is not None}
 
 
-def two_ranks(rank: int, num_ranks: int) -> tuple[list[Any], dict[str, Tensor]]:
-    return work(rank, num_ranks), turned_gradients(samo.mesh(pipe=num_ranks))
-
-
-def work(rank: int, num_ranks: int) -> list[Any]:
-    mesh, results = samo.mesh(pipe=num_ranks), []
+def train_cases(mesh: Any) -> list[Any]:
+    results = []
     for per_rank, name, is_compressed, rows in CASES:
         whole = tiny_gpt(num_layers=6, is_checkpointed=rows == 5)
-        pipeline = samo.Pipeline(
-            copy.deepcopy(whole),
-            next_token_loss,
-            mesh,
-            MICRO_BATCHES,
-            stages_per_rank=per_rank,
-            timeout_s=20,
-        )
-        if is_compressed:
-            compress(pipeline.module, whole)
+        settings = {"is_compressed": is_compressed, "stages_per_rank": per_rank}
+        pipeline = pipeline_of(whole, mesh, MICRO_BATCHES, **settings)
         opt = optimizer(name, pipeline.module, is_compressed=is_compressed)
         losses = train(pipeline, opt, rows)
         results.append((losses, {k: v.clone() for k, v in pipeline.module.state_dict().items()}))
@@ -129,25 +118,12 @@ def check_equal(everyone: Sequence[list[Any]]) -> None:
         assert all(torch.equal(got[k], state[k]) for k in state), case
 
 
-def test_two_ranks_equal_one_process_bit_for_bit() -> None:
-    results, turned = zip(*run_ranks(2, two_ranks))
-    check_equal(results)
-    wanted, found = turned_gradients(None), turned[0] | turned[1]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-# Three ranks
-
-
-def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
+def work(rank: int, num_ranks: int) -> dict[str, Any]:
     mesh = samo.mesh(pipe=num_ranks)
-    results: dict[str, Any] = {"cases": work(rank, num_ranks)}
+    results: dict[str, Any] = {"cases": train_cases(mesh), "turned": turned_gradients(mesh)}
     for is_compressed in (False, True):
         whole = tiny_gpt(is_tied=True)
-        pipeline = samo.Pipeline(copy.deepcopy(whole), next_token_loss, mesh, 4, timeout_s=20)
-        if is_compressed:
-            compress(pipeline.module, whole)
+        pipeline = pipeline_of(whole, mesh, MICRO_BATCHES, is_compressed=is_compressed)
         opt = optimizer("sgd", pipeline.module, is_compressed=is_compressed)
         for seed in range(4):
             a, b = tokens(8, seed)
@@ -249,9 +225,11 @@ def refusals(mesh: Any, rank: int) -> str:
 
 
 def test_three_ranks_equal_one_process_and_refuse_the_same() -> None:
-    everyone = run_ranks(3, other_work)
+    everyone = run_ranks(3, work)
     check_equal([results["cases"] for results in everyone])
     check_tied(everyone)
+    turned = {name: grad for results in everyone for name, grad in results["turned"].items()}
+    torch.testing.assert_close(turned, turned_gradients(None), rtol=0, atol=0)
     text = "tied weight '0.weight' has different masks on stages (0, 2)"
     drawn = dropout(None)
     assert not torch.equal(*drawn[0])
