@@ -66,18 +66,6 @@ def test_ranks_share_gpus_without_nccl_and_warn_once(
     assert len(caplog.messages) == (num_gpus < 3)
 
 
-def test_a_mesh_reads_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    settings = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    for name, value in {**settings, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-        monkeypatch.setenv(name, str(value))
-    try:
-        first, second = samo.mesh(device="cpu"), samo.mesh(pipe=1, data=1, device="cpu")
-        assert first["data"].size() == second["pipe"].size() == 1
-    finally:
-        dist.destroy_process_group()
-
-
 def test_an_environment_that_no_launcher_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
