@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -69,33 +70,49 @@ def test_tuples_and_layers_that_work_in_place_give_the_gradients_of_one_process(
 
 
 class Fails(nn.Module):
-    """Fails in its first forward pass."""
+    """A layer whose rank fails."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, transport: Transport) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.transport = how, transport
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "hangs":
             time.sleep(1.2)
-        if self.how == "raises":
+        if self.how == "sends nonsense":
+            self.transport.links[1].connection.send(b"garbage" * 9)
+        if self.how == "dies":
+            self.transport.close()
+        if self.how in ("dies", "raises"):
             raise KeyError("no such layer")
         return x
 
 
+@pytest.mark.parametrize("per_rank", [1, 2])
 @pytest.mark.parametrize(
-    ("how", "text"), [("hangs", "has been silent for"), ("raises", "KeyError: 'no such layer'")]
+    ("how", "text"),
+    [
+        ("hangs", "has been silent for"),
+        ("raises", "KeyError: 'no such layer'"),
+        ("dies", r"is gone \(Connection closed by peer\)"),
+        ("sends nonsense", r"sent an invalid header|is gone"),  # it ends too, when it hears of it
+    ],
 )
-def test_a_stage_that_fails_is_named_by_all_others(how: str, text: str, network: Network) -> None:
-    stages = [Fails(how if stage == 2 else "") for stage in range(4)]
+def test_a_rank_that_fails_is_named_by_all_others(
+    how: str, text: str, per_rank: int, network: Network
+) -> None:
+    """In a ring, in which several stages are on a rank, there are two ways to report a failure."""
+    transports = network(4, is_ring=per_rank > 1)
+    stages: list[nn.Module] = [nn.Identity() for _ in range(4 * per_rank)]
+    stages[2] = Fails(how, transports[2])
     batches = [Batch(4, is_training=False) for _ in range(4)]
     batches[0] = Batch(4, [(torch.ones(1),)] * 4, is_training=False)
     batches[3] = Batch(4, loss=total, is_training=False)
-    errors = run_threads(network(4), stages, batches, steps=1, timeout_s=0.4)
-    for stage in (0, 1, 3):
-        assert (errors[stage].rank, errors[stage].stage) == (2, 2)
-        assert str(errors[stage]).startswith(f"rank 2 (stage 2 of 4) {text}")
-    assert any(errors[stage].is_timeout for stage in (1, 3)) == (how == "hangs")
+    errors = run_threads(transports, stages, batches, steps=1, timeout_s=0.4)
+    for rank in (0, 1, 3):
+        assert (errors[rank].rank, errors[rank].stage) == (2, 2)
+        assert re.match(rf"rank 2 \(stage 2 of 4\) ({text})", str(errors[rank]))
+    assert any(errors[rank].is_timeout for rank in (1, 3)) == (how == "hangs")
 
 
 @pytest.mark.parametrize(
