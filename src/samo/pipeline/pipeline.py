@@ -129,7 +129,6 @@ class Pipeline:
         self.device: Final = torch.empty(0, device=device).device  # with its index
         self.mesh: Final = mesh
         split = take_apart(layers)
-        self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
         self.tied: Final = split.tied
         self.cuts: Final = check_cuts(cuts, split, self.num_stages)
         own = slice(self.stage, None, num_ranks)
