@@ -279,10 +279,8 @@ class Pipeline:
 
     def masks(self, masks: Masks) -> Masks:
         """Select the masks of this rank's layers, including tied weights."""
-        found = dict(masks)
-        for group in self.tied:
-            for name in group:
-                found |= {other: masks[name] for other in group if name in masks}
+        names = {name: group for group in self.tied for name in group}
+        found = {other: mask for name, mask in masks.items() for other in names.get(name, [name])}
         here = dict(self.module.named_parameters())
         return Masks({name: mask for name, mask in found.items() if name in here})
 

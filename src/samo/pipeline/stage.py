@@ -137,10 +137,8 @@ def _tie(stage: nn.Module, tied: Iterable[tuple[str, ...]]) -> None:
 def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) -> None:
     wanted = stage.state_dict(keep_vars=True)
     # A file holds a tied weight under one of its names, which may be another stage's.
-    targets = dict(wanted)
-    for group in tied:
-        for name in group:
-            targets |= {other: wanted[name] for other in group if name in wanted}
+    names = {name: group for group in tied for name in group}
+    targets = {other: wanted[name] for name in wanted for other in names.get(name, [name])}
     loaded: set[int] = set()
     for name, values in _read(weights, set(targets)):
         target = targets[name]
