@@ -16,15 +16,14 @@ from samo.errors import ConfigError
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_the_missing_size_is_found(pipe: int, data: int) -> None:
     ranks = pipe * data
-    assert check_sizes({"pipe": pipe, "data": None}, ranks) == {"pipe": pipe, "data": data}
-    assert check_sizes({"pipe": pipe, "data": data}, ranks) == {"pipe": pipe, "data": data}
+    assert check_sizes(pipe, None, ranks) == check_sizes(pipe, data, ranks) == (pipe, data)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     fitting = "these do: pipe=1 x data=4, pipe=2 x data=2, pipe=4 x data=1"
     for data, asked in ((2, "pipe=3 x data=2"), (None, "pipe=3")):
         with pytest.raises(ValueError, match=f"{asked} does not make up 4 ranks; {fitting}"):
-            check_sizes({"pipe": 3, "data": data}, 4)
+            check_sizes(3, data, 4)
 
 
 @pytest.mark.parametrize(
