@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -237,17 +238,9 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(monkeypatch: pytest.Mo
 def test_ranks_listen_where_they_reach_the_store(
     host: str, own: str, found: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Probe:
-        def __init__(self, *args: Any) -> None: ...
-        def __enter__(self) -> "Probe":
-            return self
-
-        def __exit__(self, *args: Any) -> None: ...
-        def connect(self, address: Any) -> None: ...
-        def getsockname(self) -> tuple[str, int]:
-            return own, 1
-
+    probe = MagicMock()
+    probe().__enter__().getsockname.return_value = (own, 1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (host, 9))])
-    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "socket", probe)
     inner = SimpleNamespace(host=host)
     assert connect._host_of(SimpleNamespace(underlying_store=inner)) == found
