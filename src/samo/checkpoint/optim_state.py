@@ -210,7 +210,7 @@ class OptimizerState:
         """
         entry = saved.manifest.optimizer
         assert entry is not None, "check_fits has refused it"
-        for opt in {id(opt): opt for opt in (self.kind, self.opt)}.values():
+        for opt in {self.kind, self.opt}:
             # Tensors need no copies: loading replaces them. It may change the dicts, though.
             before = {key: copy(value) for key, value in opt.state.items()}
             undo.callback(_restore, opt, dict(vars(opt)), before, [*map(copy, opt.param_groups)])
