@@ -59,11 +59,11 @@ class Packet(NamedTuple):
     micro_batch: int = -1
     stage: int = -1  # the one that receives the data or, for "abort", that failed
     tensors: tuple[Tensor, ...] = ()
-    needs_grad: tuple[bool, ...] = ()  # for each activation, whether to send its gradient back
+    needs_grad: tuple[bool, ...] = ()  # for each tensor, whether to send its gradient back
     is_narrow: tuple[bool, ...] = ()  # for each tensor, whether it was float32 before it was sent
     reason: str = ""  # for "abort", how the stage failed
     is_training: bool = True  # whether the batch has a backward pass
-    seed: int | None = None  # of what layers draw for this micro-batch
+    seed: int | None = None  # of what layers draw for the first micro-batch
 
 
 def encode(packet: Packet) -> bytes:
