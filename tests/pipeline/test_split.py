@@ -1,6 +1,7 @@
 """Which layers a stage gets, where their weights come from, and how a batch is cut."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,13 @@ def test_a_module_that_is_used_twice_is_computed_twice() -> None:
 def test_functions_build_only_the_layers_of_a_stage() -> None:
     built = []
 
-    def layer(number: int):
-        def make() -> nn.Module:
-            module = nn.Linear(2, 2)
-            if not module.weight.is_meta:
-                built.append(number)
-            return module
+    def make(number: int) -> nn.Module:
+        module = nn.Linear(2, 2)
+        if not module.weight.is_meta:
+            built.append(number)
+        return module
 
-        return make
-
-    build_stage(take_apart([layer(i) for i in range(4)]), [(1, 3)], device=CPU)
+    build_stage(take_apart([partial(make, i) for i in range(4)]), [(1, 3)], device=CPU)
     assert built == [1, 2]
 
 
