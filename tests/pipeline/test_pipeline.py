@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
+from samo.integrations.causal_lm import checkpoint_blocks
 from samo.utils.collectives import all_gather_json, backend_of
 from tests.pipeline.cases import (
     accumulate,
@@ -152,7 +153,7 @@ def timeline(mesh: Any) -> Any:
 def dropout(mesh: Any, stages_per_rank: int = 1, delay: float = 0.0) -> list[Any]:
     """Return losses and gradients of a model with dropout and checkpointing."""
     model = tiny_hf("gpt2", dropout=0.3)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_blocks(model)
     model.transformer.h[3].register_forward_hook(lambda *_: time.sleep(delay))
     settings = {"stages_per_rank": stages_per_rank, "timeout_s": 20}
     with samo.Pipeline(model, next_token_loss, mesh, 4, **settings) as pipeline:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import samo
+from samo.integrations.causal_lm import checkpoint_blocks
 from samo.models import gpt
 from samo.pipeline.microbatch import cut, loss_weights
 from samo.pipeline.partition import partition
@@ -70,7 +71,7 @@ def test_stages_in_sequence_compute_the_model_and_its_gradients(
     if family != "gpt" and not is_plain:
         model = tiny_hf(family, is_tied=True)
         model.config._attn_implementation = "eager"
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model)
     copies = [copy.deepcopy(model) for _ in range(3)]
     x, _ = tokens()
     expected = model(x) if family == "gpt" else model(x, use_cache=False).logits

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
+from samo.integrations.causal_lm import checkpoint_blocks
 from samo.models.chunked_loss import MAX_LOGITS
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.configs import from_module
@@ -117,7 +118,7 @@ def test_the_peak_with_a_loss_in_chunks(checkpointing) -> None:
     sizes = {**LLAMA, "vocab_size": 8192, "use_cache": False}
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model)
         model.train()
     samo.chunk_loss_(model, max_logits=64 * 8192)
     masks = samo.prune(model, 0.8)
@@ -139,7 +140,7 @@ def test_the_peak_with_checkpointing_and_accumulation(family, count) -> None:
     if family == "gpt":
         model.config = replace(CONFIG, is_checkpointed=True)
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model)
         model.train()
     masks = samo.prune(model, 0.8)
     layout = Layout(weights="streamed", checkpointing=True, micro_batch=BATCH)
