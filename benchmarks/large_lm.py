@@ -69,6 +69,9 @@ def random_model(options: argparse.Namespace, device: torch.device) -> Any:
             param.data.normal_(std=0.02)
     rotary = type(model.model.rotary_emb)
     model.model.rotary_emb = rotary(model.config).to(device)  # its buffers are in no state dict
+    others = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    if others := {name for name in others if "rotary_emb" not in name}:
+        raise SystemExit(f"{options.shape} has buffers that are not filled: {', '.join(others)}")
     return model
 
 
