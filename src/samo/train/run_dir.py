@@ -182,8 +182,7 @@ def check_free(path: Path) -> None:
     with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
     # The exceptions are left by a start that was killed.
-    left = {"data", "hugging-face", "run.lock"}
-    others = {n for n in found - left if not n.startswith(".run.json.")}
+    others = {n for n in found - {"data", "hugging-face"} if not n.startswith(".run.json.")}
     if others:
         raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
 
