@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import samo
 from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
-from samo.train.learner import Learner, _without_targets
+from samo.train.learner import Learner, padded
 from samo.train.learning_rate import learning_rate
 from tests.train.helpers import new_learner, optim
 
@@ -184,9 +184,10 @@ def test_the_rate_ends_at_its_final_fraction_and_stays_there() -> None:
     assert learning_rate(500, 100, optim(lr=2.0, final_lr=0.5)) == pytest.approx(1.0)
 
 
-def test_a_rank_without_sequences_takes_part_with_one_of_the_right_shape() -> None:
-    empty = torch.zeros(0, 16, dtype=torch.int64)
-    stand_in = _without_targets(Batch(empty, empty, 9, 12, positions_BT=empty))
-    assert stand_in.inputs_BT.shape == stand_in.targets_BT.shape == (1, 16)
-    assert (stand_in.targets_BT == IGNORE).all()
-    assert (stand_in.num_tokens, stand_in.num_read, stand_in.positions_BT) == (9, 12, None)
+def test_a_rank_without_sequences_takes_part_and_adds_nothing() -> None:
+    one = learner()
+    first = batch(2)
+    rest = Batch(*(rows[:0] for rows in first[:2]), 9, 9, positions_BT=first.inputs_BT[:0])
+    assert one.evaluate([first, rest]) == pytest.approx(one.evaluate([first]) * 32 / 41)
+    assert all(rows.shape == (3, 16) for rows in padded(rest, 3) if isinstance(rows, torch.Tensor))
+    assert padded(first, 1).inputs_BT.equal(first.inputs_BT)

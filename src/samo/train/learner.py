@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,9 @@ class Learner:
 
     will_compile: bool  # in the next step
     _caches_casts = True
+    # Of a rank's part of a batch to evaluate: the last batch may be too small for all ranks, which
+    # take part in gathering weights all the same.
+    _least_rows = 1
     _rates: list[float]  # factors of the learning rate, for each parameter group
     _ddp: DistributedDataParallel | None
 
@@ -212,12 +216,7 @@ class Learner:
         with self.in_eager():
             for batch in batches:
                 num_tokens += batch.num_tokens
-                # The last batch may be too small for all ranks. With FSDP2 a rank without sequences
-                # takes part in gathering weights all the same.
-                if not len(batch.inputs_BT) and isinstance(self.model, FSDPModule):
-                    batch = _without_targets(batch)
-                if len(batch.inputs_BT):
-                    total += float(self._loss_sum(batch, self.model))
+                total += float(self._loss_sum(padded(batch, self._least_rows), self.model))
         self.model.train()
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # or its parameters stay gathered until the next backward
@@ -417,7 +416,13 @@ def _reduce_bf16(
     return bf16_compress_hook(group, bucket)
 
 
-def _without_targets(batch: Batch) -> Batch:
-    """Return a batch of one sequence without targets, which adds nothing to the loss."""
-    tokens_BT = batch.inputs_BT.new_zeros(1, batch.inputs_BT.shape[1])
-    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), batch.num_tokens, batch.num_read)
+def padded(batch: Batch, least: int) -> Batch:
+    """Return a batch of ``least`` sequences or more: those it lacks add nothing to the loss."""
+    missing = max(least - len(batch.inputs_BT), 0)
+    rows = (0, 0, 0, missing)
+    places_BT = batch.positions_BT
+    return batch._replace(
+        inputs_BT=F.pad(batch.inputs_BT, rows),
+        targets_BT=F.pad(batch.targets_BT, rows, value=IGNORE),
+        positions_BT=None if places_BT is None else F.pad(places_BT, rows),
+    )
