@@ -69,8 +69,9 @@ def assert_same_course(one: Path, other: Path) -> None:
 
 def train_here(rank: int, num_ranks: int, configs: dict[Path, TrainConfig]) -> None:
     for out, config in configs.items():
-        result = train(config, out)
-        assert (result.sample is not None) == (rank == 0 and config.mesh.num_stages == 1)
+        train(config, out)
+        if rank == 0:
+            assert bool(lines(out, "sample")) == (config.mesh.num_stages == 1)
 
 
 def train_until(rank: int, num_ranks: int, config: TrainConfig, out: Path, step: int) -> None:
