@@ -16,7 +16,6 @@ from samo.errors import ConfigError, DataError, MaskError
 from samo.integrations import model_folders
 from samo.models.generate import Sampling
 from samo.train.resolve import device_and_dtype
-from samo.train.rules import check_ranges
 from samo.utils.formatting import counted, duration, plain, three_digits
 
 __all__ = []
@@ -27,7 +26,6 @@ _MAX_BYTES: Final = 2**24
 
 def run(command: Generate) -> int:
     """Generate a text, or talk until the user ends it."""
-    check_ranges(command)
     if command.chat and command.prompt is not None:
         raise ConfigError("--chat reads messages line by line; leave out --prompt")
     model_folders.find(command.model)  # refuses a wrong path before it reads a prompt

@@ -24,6 +24,7 @@ from samo.errors import ConfigError, DataError, PeerError, SamoError, nearest
 from samo.train.config_io import read_toml
 from samo.train.finetune_config import KINDS
 from samo.train.launch_env import end_with_launcher
+from samo.train.rules import check_ranges
 from samo.utils.formatting import plain
 
 __all__ = ["main"]
@@ -141,6 +142,7 @@ def parse(arguments: Sequence[str]) -> Command:
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         registry=_NUMBERS,
     )
+    check_ranges(command)
     return replace(command, command=launched) if isinstance(command, Launch) else command
 
 

@@ -60,8 +60,7 @@ def resolve(config: Kind) -> Kind:
     if config.mesh.shard == "weights" and run.weights == "resident":  # but shards are streamed
         config = replace(config, run=replace(run, weights=AUTO))
     kind = KINDS[config.kind]
-    for section in fields(kind):
-        check_ranges(getattr(config, section.name))
+    check_ranges(config)
     if isinstance(config, FinetuneConfig):
         values = _finetune_values(config)
     else:
