@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 import samo
 from samo.checkpoint import read_manifest
 from samo.checkpoint.tensors import SavedTensors
+from samo.cli.main import main
 from samo.train import events
 from samo.train.config import (
     DataConfig,
@@ -52,6 +54,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path, finished: Path) -> Path:
     """A copy of that run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def type_in(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs what is typed after ``samo``, and returns what that prints."""
+
+    def run_line(line: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(shlex.split(line)) == code
+        return capsys.readouterr()
+
+    return run_line
 
 
 def write_text(folder: Path) -> Path:
