@@ -12,7 +12,7 @@ from samo.errors import ConfigError
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES
 from samo.train import config as kinds
-from samo.train.config import MeshConfig, TrainConfig
+from samo.train.config import MeshConfig, TrainConfig, with_values
 from samo.train.resolve import gpt_config, resolve, resolve_resumed
 from samo.train.rules import check_batch, doubts, micro_batches
 
@@ -166,7 +166,7 @@ def test_defaults_fit_each_other_at_any_length(steps: int, method: str, shape: s
 
 def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
     before = resolve(config(mesh={"pipe": 2, "micro_batches": 3}, run={"steps": 1000}))
-    longer = replace(before, run=replace(before.run, steps=2000))
+    longer = with_values(before, steps=2000)
     assert resolve_resumed(before, longer) == longer
     typed = replace(config(run={"steps": 2000}), mesh=before.mesh)  # "auto" is as recorded
     assert resolve_resumed(before, typed) == longer
@@ -175,9 +175,9 @@ def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
     shared = replace(before, mesh=MeshConfig(shard="weights"))  # it was resident
     assert resolve_resumed(before, shared).run.weights == "streamed"
     with pytest.raises(ConfigError, match="--width was 128, not 64; leave it out, or start a new"):
-        resolve_resumed(before, replace(before, model=replace(before.model, width=64)))
+        resolve_resumed(before, with_values(before, width=64))
     with pytest.raises(ConfigError, match="--method was magnitude, not rigl"):
-        resolve_resumed(before, replace(typed, prune=config(prune={"method": "rigl"}).prune))
+        resolve_resumed(before, with_values(typed, method="rigl"))
 
 
 def test_a_batch_is_divided_among_replicas_and_micro_batches_or_refused() -> None:
@@ -186,7 +186,7 @@ def test_a_batch_is_divided_among_replicas_and_micro_batches_or_refused() -> Non
     check_batch(one, 7)
     with pytest.raises(ConfigError, match=r"a batch of 7 .* 8 replicas; raise --batch-size to 8"):
         check_batch(one, 8)
-    split = replace(one, mesh=replace(one.mesh, micro_batches=4))
+    split = with_values(one, micro_batches=4)
     with pytest.raises(ConfigError, match="the 3 sequences of a replica cannot be split into 4"):
         check_batch(split, 2)
 

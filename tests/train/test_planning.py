@@ -15,6 +15,7 @@ from samo.errors import ConfigError
 from samo.planner import this_machine
 from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
+from samo.train.config import with_values
 from samo.train.planning import check_memory
 from samo.train.resolve import again, resolve, resolve_resumed
 from tests.train.helpers import small
@@ -158,7 +159,7 @@ def test_dense_steps_have_to_fit_too(machine) -> None:
 def test_a_model_without_room_is_refused(machine, memory, sections, message) -> None:
     machine(1, memory)
     one = resolve(config(**{"model": BIG, "run": BF16, "prune": PRUNED, **sections}))
-    one = replace(one, data=replace(one.data, vocab_size=50_304))
+    one = with_values(one, vocab_size=50_304)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_memory(one, 1)
 
@@ -179,16 +180,15 @@ def test_a_resumed_run_is_planned_again_for_its_ranks(machine) -> None:
     assert same.run == before.run
     assert same.mesh.micro_batches == before.mesh.micro_batches
     assert same.mesh.pipe == before.mesh.pipe
-    by_hand = replace(before, mesh=replace(before.mesh, plan=False, planned=()))
+    by_hand = with_values(before, plan=False, planned=())
     assert again(by_hand).mesh.pipe == before.mesh.pipe
 
 
 def test_the_vocabulary_is_known_or_guessed(text: Path) -> None:
     assert planning._vocab_size(resolve(small(text))) == 256
-    tokens = replace(small(text), data=replace(small(text).data, train=(Path("/a.bin"),)))
+    tokens = small(Path("/a.bin"))
     assert planning._vocab_size(resolve(tokens)) == 50_304
-    given = replace(tokens, data=replace(tokens.data, vocab_size=77))
-    assert planning._vocab_size(resolve(given)) == 77
+    assert planning._vocab_size(resolve(with_values(tokens, vocab_size=77))) == 77
 
 
 FLAGS = (

@@ -6,7 +6,6 @@ dense one on the way. Others are opened on the CPU, in the dtype of their files,
 
 import logging
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +37,7 @@ from samo.models.generate import Sampling
 from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import refuse_zeros
-from samo.train.config import AUTO
+from samo.train.config import AUTO, with_values
 from samo.train.finetune_config import FinetuneConfig, FinetuneModel
 from samo.train.launch_env import prune_command
 from samo.train.learner import Learner, compression
@@ -110,7 +109,7 @@ class CausalLMSubject(Subject):
             vocab_size=known,
             is_packed=data.pack,
         )
-        model, size = replace(self.config.model, context=context), self.config.run.batch_size
+        size = self.config.run.batch_size
         rows = Batches(train, context=context, batch_size=size, seed=self.config.run.seed)
         taken = size * self.config.run.accumulate
         if taken > rows.num_windows:
@@ -120,7 +119,7 @@ class CausalLMSubject(Subject):
                 counted(rows.num_windows, "sequence"),
                 f"{taken:,}",
             )
-        self.config = with_steps(replace(self.config, model=model), rows.num_windows)
+        self.config = with_steps(with_values(self.config, context=context), rows.num_windows)
         self.text = Text(tokenizer, train, valid, known)
         return self.text
 
@@ -135,11 +134,7 @@ class CausalLMSubject(Subject):
         teacher = self._open_teacher(model)
         found = choose_layout(config, model, masks, teacher, ranks.num_replicas)
         weights, state, self.reason = ranks.all_gather("weights and state", found)[0]
-        self.config = replace(
-            config,
-            run=replace(config.run, weights=weights),
-            optim=replace(config.optim, state=state),
-        )
+        self.config = with_values(config, weights=weights, state=state)
         dtypes = compression(self.config, ranks)
         freeze = causal_lm.freeze_embeddings_ if config.model.freeze_embeddings else None
         if next(model.parameters()).is_meta:

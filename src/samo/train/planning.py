@@ -19,7 +19,7 @@ from samo.planner.network import ENDS, Network, gpt
 from samo.planner.search import choose, dense_phase, layouts
 from samo.planner.sparsity import pruned_by_masks
 from samo.planner.this_machine import this_cluster
-from samo.train.config import AUTO, TrainConfig
+from samo.train.config import AUTO, TrainConfig, with_values
 from samo.train.finetune_config import Config, FinetuneConfig
 from samo.train.launch_env import num_ranks
 from samo.train.resolve import gpt_config
@@ -145,14 +145,10 @@ def _applied(
     if own.pipe > 1:
         rows = config.run.batch_size // own.data
         found["micro_batches"] = min(-(-rows // own.micro_batch), rows)
-    free, sections = set(), {}
-    for name in ("model", "optim", "run", "mesh"):
-        asked = getattr(config, name)
-        own_free = {n for n in found if getattr(asked, n, "") in ("auto", None)}
-        sections[name] = replace(getattr(resolved, name), **{n: found[n] for n in own_free})
-        free |= own_free
-    sections["mesh"] = replace(sections["mesh"], planned=tuple(sorted(free)), reason=reason)
-    return replace(resolved, **sections)
+    sections = config.model, config.optim, config.run, config.mesh
+    asked = {name: getattr(own, name) for own in sections for name in found if hasattr(own, name)}
+    free = {name: value for name, value in sorted(found.items()) if asked[name] in (AUTO, None)}
+    return with_values(resolved, **free, planned=tuple(free), reason=reason)
 
 
 def _with_dense_phase(among: list[Layout], job: Job, cluster: Cluster) -> list[Layout]:
