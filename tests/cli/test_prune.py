@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import samo
+from samo.cli.prune import disk_copy
 from samo.data.calibration import calibration_batches, example_batches
 from samo.data.examples import open_examples
 from samo.data.tokenizers import ByteTokenizer
 from samo.errors import DataError
 from samo.integrations.model_tokenizer import ModelTokenizer
-from samo.utils.disk_tensors import disk_copy
 from tests.data.trained_tokenizer import TEXT, VOCAB_SIZE, save_trained_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
 

@@ -1,5 +1,6 @@
 """``samo prune``: a pruned model, or masks alone, and a summary."""
 
+import mmap
 import os
 import tempfile
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -29,7 +31,6 @@ from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
 from samo.train.resolve import device_and_dtype, resolve_sparsity
 from samo.train.rules import pruning
-from samo.utils.disk_tensors import disk_copy
 from samo.utils.formatting import counted, duration
 
 __all__ = []
@@ -122,6 +123,20 @@ def _move_to_disk(model: nn.Module, folder: Path) -> None:
             f"no room for a copy of the model in '{folder}': {error.strerror or error}; free some "
             "space, or choose another place with --out"
         ) from error
+
+
+def disk_copy(tensor: Tensor, folder: Path) -> Tensor:
+    """Return a copy of a CPU tensor in a file without a name, which ends with the tensor."""
+    if not tensor.numel():
+        return tensor.detach().clone()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # a full disk must show here, not as a bus error later
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+        else:
+            file.truncate(tensor.nbytes)
+        memory = mmap.mmap(file.fileno(), tensor.nbytes)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor.detach())
 
 
 def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
