@@ -31,15 +31,16 @@ from samo.train.planning import choose_layout
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
+from tests.core.twins import mask_
 from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
 from tests.train.helpers import (
     WORDS,
     assert_same_run,
+    clipped_step,
     interrupt_at,
     last_masks,
     lines,
-    masked_step,
     tensors,
 )
 
@@ -107,7 +108,7 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
     masks = last_masks(run)
     twin = opened(place / "pruned").train()
     parent = opened(place / "dense").eval()
-    pruned = {name: ~mask.to_bool() for name, mask in masks.items()}
+    mask_(twin, masks)
     decay = [p for p in twin.parameters() if p.dim() > 1]
     others = [p for p in twin.parameters() if p.dim() == 1]
     opt = torch.optim.AdamW(
@@ -128,7 +129,7 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
         loss = total / sum(batch.num_tokens for batch in parts)
         for group in opt.param_groups:
             group["lr"] = line["lr"]
-        norm = masked_step(twin, opt, loss, pruned)
+        norm = clipped_step(twin, opt, loss)
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
     trained = samo.load_masks(run / "checkpoints" / "last")

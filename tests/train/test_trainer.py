@@ -21,13 +21,14 @@ from samo.train.config import with_values
 from samo.train.gpt_subject import GPTSubject
 from samo.train.metrics import TensorBoard
 from samo.train.trainer import Result, resume, train
+from tests.core.twins import mask_
 from tests.train.helpers import (
     Watcher,
     assert_same_run,
+    clipped_step,
     interrupt_at,
     last_masks,
     lines,
-    masked_step,
     read_progress,
     recorded,
     small,
@@ -83,20 +84,20 @@ def test_a_run_is_dense_training_whose_pruned_weights_are_set_to_zero(
     opt = torch.optim.AdamW([*groups.values()], betas=(0.9, 0.95), eps=1e-5)
     tokens = GPTSubject(config).open_text(folder).train
     batches = Batches(tokens, context=32, batch_size=2, seed=0)
-    pruned = {}
     for step, line in enumerate(lines(folder, "step"), start=1):
         if step == 4:  # three steps were dense
-            pruned = {name: ~mask.to_bool() for name, mask in masks.items()}
+            mask_(twin, masks)
             for group, (name, param) in zip(opt.param_groups, twin.named_parameters()):
-                if name in pruned:
-                    param.data.masked_fill_(pruned[name], 0)
+                if name in masks:
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        masks[name].zero_(opt.state[param][moment])
                     group["scale"] = masks[name].numel / masks[name].kept
         inputs_BT, targets_BT, *_ = next(batches)
         for group in opt.param_groups:
             group["lr"] = group["scale"] * line["lr"]
             group["weight_decay"] = group["decay"] / group["scale"]
         loss = twin(inputs_BT, targets_BT)
-        norm = masked_step(twin, opt, loss, pruned)
+        norm = clipped_step(twin, opt, loss)
         # What remains is the order in which norms and losses are summed.
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
