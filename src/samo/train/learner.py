@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -82,8 +81,7 @@ class Learner:
 
     will_compile: bool  # in the next step
     _caches_casts = True
-    # Of a rank's part of a batch to evaluate: the last batch may be too small for all ranks, which
-    # take part in gathering weights all the same.
+    # That a rank evaluates: its part of the last batch may have none, and all gather weights.
     _least_rows = 1
     _rates: list[float]  # factors of the learning rate, for each parameter group
     _ddp: DistributedDataParallel | None
@@ -339,7 +337,11 @@ class Learner:
             init_sync=is_first,
         )
         if self._reduces_bf16:
-            self._ddp.register_comm_hook(self.ranks.data, _reduce_bf16)
+            self._ddp.register_comm_hook(
+                self.ranks.data,
+                # torch refuses this hook by its name without NCCL.
+                lambda group, bucket: bf16_compress_hook(group, bucket),
+            )
 
     # What the trainer records
 
@@ -406,14 +408,6 @@ def _sum(parts: Iterable[Mapping[Any, int]]) -> dict[str, int]:
     for part in parts:
         total.update(part)
     return dict(total)
-
-
-def _reduce_bf16(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    """Reduce gradients in bfloat16: torch's own hook, which it refuses by name without NCCL."""
-    return bf16_compress_hook(group, bucket)
 
 
 def padded(batch: Batch, least: int) -> Batch:
