@@ -48,6 +48,13 @@ def run(tmp_path: Path, finished: Path) -> Path:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def type_in(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Return a function that runs what is typed after ``samo``, and returns what that prints."""
 

@@ -61,10 +61,7 @@ def test_two_ranks_take_the_course_of_one(place: Path, tmp_path: Path) -> None:
 # The command
 
 
-def test_a_run_is_typed_and_tells_what_it_made(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_in: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_is_typed_and_tells_what_it_made(place: Path, here: Path, type_in: Any) -> None:
     data = f"--data {place / 'notes.jsonl'}"
     flags = f"{data} --steps 2 --batch-size 2 --context 32 --sample-tokens 4 --lr 1e-3"
     said = type_in(f"finetune {place / 'pruned'} {flags}").out
@@ -87,9 +84,8 @@ def test_a_run_is_typed_and_tells_what_it_made(
 
 
 def test_a_prompt_is_answered_and_all_tokens_read_are_counted(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_in: Any
+    place: Path, here: Path, type_in: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"the fox jumps {word}", "completion": " it"} for word in ["over", "and"]]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
     flags = "--steps 2 --batch-size 2 --context 32 --sample-tokens 4 --log-every 1"

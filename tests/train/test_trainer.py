@@ -153,10 +153,9 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run:
     ids=str,
 )
 def test_what_cannot_work_is_refused_before_a_folder_is_made(
-    text: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    here: Path, text: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(text.parent)
     Path("short.txt").write_text("x")
     with pytest.raises((ConfigError, DataError, samo.MaskError), match=message):
         train(with_values(small(text), **values), Path("run"))
