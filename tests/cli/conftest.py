@@ -1,5 +1,5 @@
 """Fixtures that these tests share."""
 
-from tests.train.helpers import finished, run, text
+from tests.train.helpers import finished, here, run, text, type_in
 
-__all__ = ["finished", "run", "text"]
+__all__ = ["finished", "here", "run", "text", "type_in"]

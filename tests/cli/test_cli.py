@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,17 +27,14 @@ FLAGS = (
     "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 "
     "--eval-every 3 --eval-batches 1 --sample-tokens 4"
 )
-SMALL = FLAGS.split()
+TRAIN = f"train notes.txt {FLAGS}"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(here: Path) -> Path:
     """A folder of one's own with a text in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text(
-        "It was the best of times, it was the worst of times. " * 60
-    )
-    return tmp_path
+    (here / "notes.txt").write_text("It was the best of times, it was the worst of times. " * 60)
+    return here
 
 
 def test_help_is_fast() -> None:
@@ -48,9 +46,8 @@ def test_help_is_fast() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
 
 
-def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"samo {samo.__version__}\n"
+def test_no_arguments_show_the_commands(type_in: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_in("--version").out == f"samo {samo.__version__}\n"
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0
@@ -179,12 +176,10 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("inspect hugging --verify", 2, "--verify needs a checkpoint or a run folder; leave"),
         ("prune nothing", 1, "'nothing' does not exist"),
         ("prune full", 1, "holds none of manifest.json, run.json, config.json"),
-        ("prune full --out notes.txt", 2, "'notes.txt' exists; choose another name with"),
-        ("prune full --out no/folder/m", 2, "--out must be in an existing folder"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_makes_nothing(
-    here: Path, typed: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
+    here: Path, typed: str, code: int, message: str, type_in: Any
 ) -> None:
     (here / "short.txt").write_text("short")
     for name in ("full", "hugging"):
@@ -192,8 +187,7 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     (here / "hugging" / "config.json").touch()
     (here / "full" / "thesis.tex").touch()
     before = sorted(here.rglob("*"))
-    assert main(typed.split()) == code
-    shown = capsys.readouterr()
+    shown = type_in(typed, code)
     assert shown.err.startswith("samo: ")
     assert message in shown.err
     assert "Traceback" not in shown.err
@@ -202,86 +196,62 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     assert not list(here.glob("runs/*/run.json"))
 
 
-def test_train_resume_report_inspect_and_prune(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "notes.txt", *SMALL]) == 0
-    shown = capsys.readouterr().out
-    assert "step 6/6  samo    loss" in shown
-    assert "pruned 90.0%" in shown
-    assert "validation loss" in shown
-    assert "tokens/s" in shown
-    assert "left" in shown
+def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None:
+    shown = type_in(TRAIN).out
+    for part in ("step 6/6  samo    loss", "pruned 90.0%", "validation loss", "tokens/s", "left"):
+        assert part in shown
+    assert "run folder: runs/notes" in shown
     assert "runs/notes/report.html" in shown
     assert Path("runs/notes/report.html").read_text().startswith("<!doctype html>")
 
-    assert "run folder: runs/notes" in shown
-
     shutil.copytree("runs/notes", "runs/notes-2")
-    assert main(["train", "--resume", "runs/notes-2", "--steps", "8"]) == 0
-    shown = capsys.readouterr().out
+    resume = "train --resume runs/notes-2"
+    shown = type_in(f"{resume} --steps 8").out
     assert "step 6/8  resumed" in shown
     assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
-    assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
-    assert "--width was 32, not 64" in capsys.readouterr().err
-    assert main(["train", "--resume", "runs/notes-2", "--steps", "1"]) == 2
-    assert "--dense-steps 1 leaves none of the 1 steps to train pruned" in capsys.readouterr().err
-
-    assert main(["train", "--resume", "runs/notes-2"]) == 0
-    assert capsys.readouterr().out == "'runs/notes-2' is complete; extend it with --steps\n"
+    assert "--width was 32, not 64" in type_in(f"{resume} --width 64", 2).err
+    shown = type_in(f"{resume} --steps 1", 2).err
+    assert "--dense-steps 1 leaves none of the 1 steps to train pruned" in shown
+    assert type_in(resume).out == "'runs/notes-2' is complete; extend it with --steps\n"
     shutil.rmtree("runs/notes-2/checkpoints")
-    assert main(["train", "--resume", "runs/notes-2"]) == 0
     again = "the run has no checkpoint yet: it starts again at its first step\n"
-    assert capsys.readouterr().out.startswith(again)
+    assert type_in(resume).out.startswith(again)
 
-    assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
-    assert capsys.readouterr().out.split() == ["both.html"]
-
-    assert main(["inspect", "runs/notes-2"]) == 0
-    assert "8 of 8" in capsys.readouterr().out
-    assert main(["inspect", "runs/notes", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 6
-    assert main(["report", "runs/notes", "runs/notes-2"]) == 0
-    assert capsys.readouterr().out.split() == ["runs/report.html"]
-    assert main(["inspect", "runs/notes", "--verify"]) == 0
-    assert capsys.readouterr().out.count("checksums correct") == 2
-    assert main(["inspect", "runs/notes/checkpoints/last", "--verify"]) == 0
-    shown = capsys.readouterr().out
+    both = "report runs/notes runs/notes-2"
+    assert type_in(f"{both} --out both.html").out.split() == ["both.html"]
+    assert type_in(both).out.split() == ["runs/report.html"]
+    assert "8 of 8" in type_in("inspect runs/notes-2").out
+    assert json.loads(type_in("inspect runs/notes --json").out)["step"] == 6
+    assert type_in("inspect runs/notes --verify").out.count("checksums correct") == 2
+    shown = type_in("inspect runs/notes/checkpoints/last --verify").out
     assert "checksums         correct" in shown
     assert "blocks.*.mlp.* " in shown
 
-    assert main(["prune", "runs/notes", "--sparsity", "0.5", "--out", "half.safetensors"]) == 2
-    assert "or raise --sparsity above 0.900" in capsys.readouterr().err
-    assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "few.safetensors"]) == 0
-    assert "95 %" in capsys.readouterr().out
+    shown = type_in("prune runs/notes --sparsity 0.5 --out half.safetensors", 2).err
+    assert "or raise --sparsity above 0.900" in shown
+    assert "95 %" in type_in("prune runs/notes --sparsity 0.95 --out few.safetensors").out
     assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
-    assert main(["inspect", "few.safetensors", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
-    zeros = ["prune", "runs/notes", "--method", "zeros", "--out", "zeros.safetensors"]
-    assert main(zeros) == 0
-    assert "12,288" in capsys.readouterr().out
+    assert len(json.loads(type_in("inspect few.safetensors --json").out)["tensors"]) == 4
+    assert "12,288" in type_in("prune runs/notes --method zeros --out zeros.safetensors").out
     assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
     samo.save("checkpoint", torch.nn.Linear(4, 4))
-    assert main(["prune", "checkpoint"]) == 1
-    assert "was not saved by samo train, so its model is not known" in capsys.readouterr().err
-    assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
-    assert "cannot prune 'runs/notes'" in capsys.readouterr().err
+    shown = type_in("prune checkpoint", 1).err
+    assert "was not saved by samo train, so its model is not known" in shown
+    assert "cannot prune 'runs/notes'" in type_in("prune runs/notes --skip nothing", 2).err
 
 
-def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_machine_and_its_kernels_are_shown(type_in: Any) -> None:
+    found = json.loads(type_in("inspect --json").out)
     assert found["torch"] == torch.__version__
     assert found["cpu"]["kernels"] in ("cpu", "reference")
 
 
 def test_the_demo_tells_the_whole_story(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, type_in: Any
 ) -> None:
     monkeypatch.setattr("samo.cli.demo.STEPS", 4)
     monkeypatch.setattr("samo.cli.demo.DENSE_STEPS", 2)
-    assert main(["demo"]) == 0
-    shown = capsys.readouterr().out
+    shown = type_in("demo").out
     for part in ("run 1 of 2", "run 2 of 2", "saved", 'The model continues "', "report.html"):
         assert part in shown
     for mode in ("samo", "dense"):
@@ -297,39 +267,34 @@ def test_the_demo_tells_the_whole_story(
     ],
 )
 def test_running_out_of_memory_ends_with_advice(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
+    here: Path, monkeypatch: pytest.MonkeyPatch, type_in: Any, error: Exception
 ) -> None:
     monkeypatch.setattr("samo.cli.train.train", mock.Mock(side_effect=error))
-    assert main(["train", "notes.txt"]) == 1
-    found = capsys.readouterr().err
+    found = type_in("train notes.txt", 1).err
     assert found.startswith("samo: out of memory: ")
     assert "lower --batch-size" in found
 
 
 def test_a_path_a_sample_and_a_report_are_shown_safely(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, type_in: Any, capsys: Any
 ) -> None:
     full = mock.Mock(side_effect=samo.RunError("no room for it"))
     monkeypatch.setattr("samo.report.page.write_report", full)
     monkeypatch.setattr("samo.data.tokenizers.ByteTokenizer.decode", lambda self, ids: "a\x1b[2Jb")
-    assert main(["train", "notes.txt", *SMALL, "--out", "notes[/b][v2]"]) == 0
-    shown = capsys.readouterr().out
+    shown = type_in(f"{TRAIN} --out notes[/b][v2]").out
     assert "notes[/b][v2]/checkpoints" in shown.replace("\n", "")  # not markup
     assert "none: no room for it" in shown
     assert "a?[2Jb" in shown  # no control characters
-    assert main(["inspect", "notes[/b][v2]"]) == 0
+    assert "samo:" not in type_in("inspect notes[/b][v2]").err
     logging.getLogger("another.library").warning("not ours")
     assert "samo:" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_saves_and_says_how_to_resume(here: Path) -> None:
-    long = ["20000" if flag == "6" else flag for flag in SMALL]
+    long = TRAIN.replace("--steps 6", "--steps 20000")
     process = subprocess.Popen(
-        [sys.executable, "-m", "samo", "train", "notes.txt", *long],
+        [sys.executable, "-m", "samo", *long.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -370,38 +335,34 @@ def test_a_closed_pipe_ends_the_output_and_not_the_run(
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert main(["train", "notes.txt", *SMALL]) == 0
+        assert main(TRAIN.split()) == 0
     assert Path("runs/notes/checkpoints/last/manifest.json").exists()
 
 
-def test_a_run_of_a_mesh_resumes_on_another(here: Path) -> None:
-    assert main(["train", "notes.txt", *SMALL]) == 0
-    record = json.loads(Path("runs/notes/run.json").read_text())
+def test_a_run_of_a_mesh_resumes_on_another(run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
     record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4}
-    Path("runs/notes/run.json").write_text(json.dumps(record))
-    command = parse(["train", "--resume", "runs/notes"])
+    (run / "run.json").write_text(json.dumps(record))
+    command = parse(["train", "--resume", str(run)])
     assert isinstance(command, Train)
     assert (command.mesh.pipe, command.mesh.data, command.mesh.micro_batches) == (2, AUTO, 4)
-    command = parse(["train", "--resume", "runs/notes", "--data", "3"])
+    command = parse(["train", "--resume", str(run), "--data", "3"])
     assert isinstance(command, Train)
     assert command.mesh.data == 3
 
 
 def test_errors_on_many_ranks_are_short_and_name_the_rank(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, type_in: Any
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank, lines in (("0", 1), ("1", 0)):  # the first rank alone complains of settings
         monkeypatch.setenv("RANK", rank)
-        assert main(["train", "notes.txt", *SMALL, "--pipe", "2"]) == 2
-        assert capsys.readouterr().err.count("pipe=2 does not make up 3 ranks") == lines
+        shown = type_in(f"{TRAIN} --pipe 2", 2).err
+        assert shown.count("pipe=2 does not make up 3 ranks") == lines
     error = RuntimeError("Connection closed by peer\nin some file")
     monkeypatch.setattr("samo.cli.train._train", mock.Mock(side_effect=error))
-    assert main(["train", "notes.txt", *SMALL]) == 1
-    found = capsys.readouterr().err
-    assert found.startswith(
-        "samo: rank 1: stopped by RuntimeError: Connection closed by peer; look"
-    )
+    shown = type_in(TRAIN, 1).err
+    assert shown.startswith("samo: rank 1: stopped by RuntimeError: Connection closed by peer; l")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(RuntimeError, match="Connection closed"):  # a bug: with its traceback
-        main(["train", "notes.txt", *SMALL])
+        type_in(TRAIN)

@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-GREEDY = ["--temperature", "0"]
+GREEDY = "--temperature 0"
 
 
 def language_model(folder: Path, family: str = "Llama", template: str | None = None) -> Path:
@@ -52,19 +52,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return language_model(tmp_path_factory.mktemp("llama"), template=TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of ``samo train`` on bytes."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "notes.txt").write_text("It was the best of times, it was the worst. " * 60)
-    flags = "--steps 2 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32"
-    flags += " --eval-every 2 --eval-batches 1 --sample-tokens 0 --dense-steps 1"
-    assert (
-        main(["train", str(folder / "notes.txt"), "--out", str(folder / "r"), *flags.split()]) == 0
-    )
-    return folder / "r"
-
-
 def expected(folder: Path, prompt: str, tokens: int) -> tuple[list[int], str]:
     """Return what ``model.generate`` of transformers adds to a prompt, greedily."""
     transformers = pytest.importorskip("transformers")
@@ -78,58 +65,42 @@ def expected(folder: Path, prompt: str, tokens: int) -> tuple[list[int], str]:
 @pytest.mark.parametrize("weights", ["dense", "streamed"])
 @pytest.mark.parametrize("format", ["dense", "compressed"])
 def test_greedy_text_is_that_of_transformers(
-    llama: Path, format: Any, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, format: Any, weights: str, tmp_path: Path, type_in: Any
 ) -> None:
     tokens, text = expected(llama, "To be", 24)
     model = open_model(llama)
     masks = open_masks(llama, model)
     folder = export(model, tmp_path / "model", format=format, source=llama, masks=masks)
-    capsys.readouterr()
-    flags = ["--prompt", "To be", *GREEDY, "--max-tokens", "24", "--weights", weights]
-    assert main(["generate", str(folder), *flags, "--device", "cpu"]) == 0
-    shown = capsys.readouterr()
+    flags = f"{GREEDY} --max-tokens 24 --weights {weights} --device cpu"
+    shown = type_in(f"generate {folder} --prompt 'To be' {flags}")
     assert shown.out == f"To be{plain(text)}\n"
     assert f"{len(tokens)} tokens, " in shown.err
     assert " tokens/s; prompt read in " in shown.err
 
 
-def test_a_run_of_samo_finetune_writes_text(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    notes, run = tmp_path / "notes.txt", str(tmp_path / "run")
-    notes.write_text("To be, or not to be: that is the question.\n" * 60)
+def test_a_run_of_samo_finetune_writes_text(llama: Path, here: Path, type_in: Any) -> None:
+    Path("notes.txt").write_text("To be, or not to be: that is the question.\n" * 60)
     flags = "--steps 2 --batch-size 2 --context 16 --eval-every 2 --eval-batches 1 --device cpu"
-    words = ["finetune", str(llama), "--data", str(notes), "--out", run, *flags.split()]
-    assert main(words) == 0
-    capsys.readouterr()
-    shown = []
-    for weights in ("dense", "streamed"):
-        words = ["--prompt", "To be", *GREEDY, "--max-tokens", "12", "--weights", weights]
-        assert main(["generate", run, *words]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
-    assert shown[0].startswith("To be")
+    type_in(f"finetune {llama} --data notes.txt --out run {flags}")
+    line = f"generate run --prompt 'To be' {GREEDY} --max-tokens 12"
+    dense, streamed = (type_in(f"{line} --weights {how}").out for how in ("dense", "streamed"))
+    assert dense == streamed
+    assert dense.startswith("To be")
 
 
 def test_gpt2_continues_what_is_piped_in(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, type_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = language_model(tmp_path, "GPT2")
     _, text = expected(folder, "To be", 8)
-    capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("To be\n"))
-    assert main(["generate", str(folder), "--temperature", "0", "--max-tokens", "8"]) == 0
-    assert capsys.readouterr().out == f"To be{plain(text)}\n"
+    shown = type_in(f"generate {folder} {GREEDY} --max-tokens 8").out
+    assert shown == f"To be{plain(text)}\n"
 
 
-def test_draws_repeat_with_a_seed_and_differ_with_another(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def text(seed: str) -> str:
-        assert main(["generate", str(llama), "--prompt", "To", "--seed", seed]) == 0
-        return capsys.readouterr().out
-
-    assert text("1") == text("1") != text("2")
+def test_draws_repeat_with_a_seed_and_differ_with_another(llama: Path, type_in: Any) -> None:
+    one, again, other = (type_in(f"generate {llama} --prompt To --seed {n}").out for n in (1, 1, 2))
+    assert one == again != other
 
 
 class Recorder(io.StringIO):
@@ -165,8 +136,8 @@ def test_text_appears_while_it_is_made(
     monkeypatch.setattr(GPT if name == "run" else type(open_model(folder)), "forward", counted)
     out = Recorder(lambda: calls)
     monkeypatch.setattr(sys, "stdout", out)
-    prompt = ["--prompt", "It was", "--max-tokens", "40", "--temperature", "1.5"]
-    assert main(["generate", str(folder), *prompt]) == 0
+    flags = "--prompt It --max-tokens 40 --temperature 1.5"
+    assert main(["generate", str(folder), *flags.split()]) == 0
     assert out.at[0] == 0  # the prompt comes before anything is computed
     assert len(set(out.at)) > 5
 
@@ -180,65 +151,64 @@ def test_the_prompt_is_dim_in_a_terminal(run: Path, monkeypatch: pytest.MonkeyPa
     assert out.getvalue().startswith("\x1b[2mIt [b]was\x1b[0m")
 
 
-def test_a_run_of_samo_train_continues_bytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--prompt", "It was", "--max-tokens", "40", "--top-p", "1", "--seed", "3"]
-    assert main(["generate", str(run), *flags]) == 0
-    shown = capsys.readouterr().out
+def test_a_run_of_samo_train_continues_bytes(run: Path, type_in: Any) -> None:
+    flags = "--prompt 'It was' --max-tokens 40 --top-p 1 --seed 3"
+    shown = type_in(f"generate {run} {flags}").out
     model = open_model(run)
     assert isinstance(model, GPT)
     prompt = torch.tensor(list(b"It was"))
     tokens = generate(model, prompt, 40, context=32, seed=3)  # beyond the context, which slides
     assert shown == plain(ByteTokenizer().decode(tokens.numpy())) + "\n"
-    assert main(["generate", str(run / "checkpoints" / "best"), *flags[:4]]) == 0
-    assert main(["generate", str(run), *flags, "--weights", "streamed"]) == 0
-    assert capsys.readouterr().out.endswith(shown)
+    assert type_in(f"generate {run / 'checkpoints' / 'last'} {flags}").out == shown
+    assert type_in(f"generate {run} {flags} --weights streamed").out == shown
 
 
-def test_a_run_with_a_tokenizer_finds_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_with_a_tokenizer_finds_it(here: Path, type_in: Any) -> None:
     Path("bpe").mkdir()
     save_trained_tokenizer(Path("bpe"))
     Path("notes.txt").write_text("To be, or not to be: that is the question. " * 60)
     flags = "--steps 1 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32"
     flags += " --tokenizer bpe --eval-batches 1 --sample-tokens 0"
-    assert main(["train", "notes.txt", *flags.split()]) == 0
-    capsys.readouterr()
-    assert main(["generate", "runs/notes", "--prompt", "To be", "--max-tokens", "5"]) == 0
-    shown = capsys.readouterr()
+    type_in(f"train notes.txt {flags}")
+    shown = type_in("generate runs/notes --prompt 'To be' --max-tokens 5")
     assert shown.out.startswith("To be")
     assert "5 tokens" in shown.err
     Path("bpe").rename("moved")
-    assert main(["generate", "runs/notes", "--prompt", "To be"]) == 1
-    complaint = capsys.readouterr().err
-    assert f"the tokenizer of 'runs/notes' is missing: no folder '{tmp_path / 'bpe'}'" in complaint
+    complaint = type_in("generate runs/notes --prompt 'To be'", 1).err
+    assert f"the tokenizer of 'runs/notes' is missing: no folder '{here / 'bpe'}'" in complaint
     assert "put the tokenizer back there" in complaint
 
 
-def test_characters_of_several_tokens_are_shown_whole(
-    run: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("prompt", "made", "shown"),
+    [
+        (
+            "a",  # characters of several tokens are shown whole
+            [*"h\u00e9 \u20ac \U0001f642".encode(), 0xFF, 0xFF, *b"end", 0xC3],
+            "ah\u00e9 \u20ac \U0001f642\ufffd\ufffdend\ufffd\n",
+        ),
+        ("\x1b]0;x", b"a\x1b[2Jb\x07", "?]0;xa?[2Jb?\n"),  # nothing controls the terminal
+    ],
+)
+def test_text_is_shown_in_whole_plain_characters(
+    run: Path, prompt: str, made: Any, shown: str, type_in: Any
 ) -> None:
-    made = [*"h\u00e9 \u20ac \U0001f642".encode(), 0xFF, 0xFF, *b"end", 0xC3]
     with mock.patch("samo.cli.text_model.stream", return_value=iter(made)):
-        assert main(["generate", str(run), "--prompt", "a"]) == 0
-    assert capsys.readouterr().out == "ah\u00e9 \u20ac \U0001f642\ufffd\ufffdend\ufffd\n"
+        assert type_in(f"generate {run} --prompt '{prompt}'").out == shown
 
 
 def test_a_chat_uses_the_template_and_remembers(
-    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: Path, type_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, first = expected(llama, "<user>To be\n<assistant>", 6)
     _, second = expected(llama, f"<user>To be\n<assistant>{first}\n<user>or not\n<assistant>", 6)
-    capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("To be\n\nor not\n"))
-    assert main(["generate", str(llama), "--chat", *GREEDY, "--max-tokens", "6"]) == 0
-    shown = capsys.readouterr().out
+    shown = type_in(f"generate {llama} --chat {GREEDY} --max-tokens 6").out
     assert shown == f"> To be\n{plain(first)}\n> or not\n{plain(second)}\n"
 
 
 def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(
-    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: Path, type_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from samo.integrations.generation import HuggingFaceText
 
@@ -257,21 +227,8 @@ def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(
     monkeypatch.setattr(HuggingFaceText, "stream", answer)
     monkeypatch.setattr(HuggingFaceText, "encode_chat", ask)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert main(["generate", str(llama), "--chat"]) == 0
+    assert "1 token, stopped" in type_in(f"generate {llama} --chat").err
     assert asked[1][1] == {"role": "assistant", "content": "half an"}
-    assert "1 token, stopped" in capsys.readouterr().err
-
-
-def test_a_model_cannot_control_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("samo.cli.text_model.stream", return_value=iter(b"a\x1b[2Jb\x07")):
-        assert main(["generate", str(run), "--prompt", "\x1b]0;x"]) == 0
-    assert capsys.readouterr().out == "?]0;xa?[2Jb?\n"
-
-
-def break_file(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads((folder / name).read_text())
-    change(content)
-    (folder / name).write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -282,90 +239,85 @@ def break_file(folder: Path, name: str, change: Callable[[dict[str, Any]], Any])
         ("--max-tokens 0 --prompt x", 2, "--max-tokens must be 1 or more"),
         ("--temperature -1 --prompt x", 2, "--temperature must be 0 or more"),
         ("--chat --prompt x", 2, "--chat reads messages line by line; leave out --prompt"),
-        ("--prompt LONG", 1, "tokens, and the model reads 64 with its answer; shorten the prompt"),
+        (
+            f"--prompt '{'To be ' * 200}'",
+            1,
+            "tokens, and the model reads 64 with its answer; shorten the prompt",
+        ),
         ("--prompt x --device cuda", 2, "--device cuda needs a GPU"),
     ],
 )
 def test_what_cannot_be_generated_is_told(
-    llama: Path, words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
+    llama: Path, words: str, code: int, message: str, type_in: Any
 ) -> None:
-    given = [{"''": "", "LONG": "To be " * 200}.get(word, word) for word in words.split()]
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        assert main(["generate", str(llama), *given]) == code
-    shown = capsys.readouterr()
+        shown = type_in(f"generate {llama} {words}", code)
     assert message in shown.err
     assert shown.out == ""
 
 
 def test_no_prompt_and_no_template_are_told(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, type_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["generate", str(run), "--chat"]) == 2
-    assert "r' has no chat template, so its model was not made to chat" in capsys.readouterr().err
+    shown = type_in(f"generate {run} --chat", 2).err
+    assert "run' has no chat template, so its model was not made to chat" in shown
     monkeypatch.setattr(sys, "stdin", Recorder(int, is_terminal=True))
-    assert main(["generate", str(run)]) == 2
-    assert "no prompt; pass --prompt TEXT, pipe a text in, or use --chat" in capsys.readouterr().err
+    shown = type_in(f"generate {run}", 2).err
+    assert "no prompt; pass --prompt TEXT, pipe a text in, or use --chat" in shown
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * (2**24 + 1)))
-    assert main(["generate", str(run)]) == 1
-    assert "the prompt has more than 16,777,216 characters" in capsys.readouterr().err
+    assert "the prompt has more than 16,777,216 characters" in type_in(f"generate {run}", 1).err
 
 
-def test_folders_that_do_not_fit_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_do_not_fit_are_told(tmp_path: Path, type_in: Any) -> None:
     folder = language_model(tmp_path / "m", template="{{ raise_exception('no system\nline two') }}")
 
-    def complaint(*flags: str) -> str:
-        assert main(["generate", str(folder), *flags]) in (1, 2)
-        return capsys.readouterr().err
+    def complaint(flags: str = "", code: int = 1) -> str:
+        return str(type_in(f"generate {folder} --prompt 'To be' {flags}", code).err)
 
     with mock.patch.object(sys, "stdin", io.StringIO("hello\n")):
-        assert "cannot write this conversation: no system; use --prompt" in complaint("--chat")
-    break_file(folder, "generation_config.json", lambda found: found.update(min_p=7.0))
-    assert "cannot generate text: " in complaint("--prompt", "To be")
-    huge = {"min_p": None, "eos_token_id": 2**63}
-    break_file(folder, "generation_config.json", lambda found: found.update(huge))
-    assert "cannot generate text: " in complaint("--prompt", "To be")
+        found = type_in(f"generate {folder} --chat", 1).err
+    assert "cannot write this conversation: no system; use --prompt" in found
+    settings = json.loads((folder / "generation_config.json").read_text())
+    for wrong in ({"min_p": 7.0}, {"eos_token_id": 2**63}):
+        (folder / "generation_config.json").write_text(json.dumps(settings | wrong))
+        assert "cannot generate text: " in complaint()
     (folder / "masks.safetensors").unlink()
     model = open_model(folder)
     for param in model.parameters():
         torch.nn.init.ones_(param)
-    model.generation_config.min_p = None
     model.save_pretrained(folder)
-    found = complaint("--prompt", "To be", "--weights", "streamed")
+    found = complaint("--weights streamed", 2)
     assert "--weights streamed needs a pruned model: the model is not pruned" in found
     with mock.patch("samo.cli.generate.model_folders.open_model", side_effect=MemoryError("9 GB")):
-        assert "out of memory: 9 GB; use --weights streamed" in complaint("--prompt", "To be")
+        assert "out of memory: 9 GB; use --weights streamed" in complaint()
     (folder / "tokenizer.json").write_text("{}")
-    assert "has a tokenizer that cannot be read" in complaint("--prompt", "To be")
+    assert "has a tokenizer that cannot be read" in complaint()
     for file in (*folder.glob("*token*"), folder / "chat_template.jinja"):
         file.unlink()
-    assert "has no tokenizer" in complaint("--prompt", "To be")
+    assert "has no tokenizer" in complaint()
 
 
-def test_a_tokenizer_of_another_model_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Path
-) -> None:
+def test_a_tokenizer_of_another_model_is_told(tmp_path: Path, type_in: Any, run: Path) -> None:
     pruned("Llama", 0.8)[0].save_pretrained(tmp_path)  # 64 tokens
     save_trained_tokenizer(tmp_path)
-    assert main(["generate", str(tmp_path), "--prompt", "To be"]) == 1
-    assert "and the model knows 64 tokens; the tokenizer is not" in capsys.readouterr().err
+    shown = type_in(f"generate {tmp_path} --prompt 'To be'", 1).err
+    assert "and the model knows 64 tokens; the tokenizer is not" in shown
     small = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32, vocab_size=100))
     with mock.patch("samo.cli.generate.model_folders.open_model", return_value=small):
-        assert main(["generate", str(run), "--prompt", "it"]) == 1
-    assert "the text has token 116, and the model knows 100" in capsys.readouterr().err
+        shown = type_in(f"generate {run} --prompt it", 1).err
+    assert "the text has token 116, and the model knows 100" in shown
 
 
-@pytest.mark.parametrize("how", [[], GREEDY])
+@pytest.mark.parametrize("how", ["", GREEDY])
 def test_a_model_that_predicts_nothing_is_told(
-    llama: Path, tmp_path: Path, how: list[str], capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, how: str, type_in: Any
 ) -> None:
     folder = shutil.copytree(llama, tmp_path / "llama")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = float("inf")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert main(["generate", str(folder), "--prompt", "To be", *how]) == 1
-    assert "the model's predictions are NaN or infinite; look for" in capsys.readouterr().err
+    shown = type_in(f"generate {folder} --prompt 'To be' {how}", 1).err
+    assert "the model's predictions are NaN or infinite; look for" in shown
 
 
 # Drawing tokens

@@ -237,21 +237,18 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("typed", "message"),
     [
-        ({"num_ranks": 0}, r"--num-ranks must be 1 or more, got 0"),
-        (
-            {"command": ("bench",)},
-            "samo launch can start train and finetune only: samo launch -n 4 train",
-        ),
-        ({"command": ()}, "samo launch can start train and finetune only"),
-        ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),
-        ({"command": ("finetune", "m", "--data", "a", "--sparsity", "0")}, "0 prunes nothing"),
+        ("-n 0 train a.txt", "--num-ranks must be 1 or more, got 0"),
+        ("bench", "samo launch can start train and finetune only: samo launch -n 4 train"),
+        ("", "samo launch can start train and finetune only"),
+        ("train a.txt --steps 0", "steps must be 1 or more"),
+        ("finetune m --data a --sparsity 0", "0 prunes nothing"),
     ],
 )
-def test_a_launch_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_a_launch_that_cannot_work_is_refused(typed: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        launch(Launch(**{"command": ("train", "a.txt"), **settings}))
+        launch(parse(["launch", *typed.split()]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 import samo
-from samo.cli.main import main
+from samo.cli.prune import disk_copy
 from samo.data.calibration import calibration_batches, example_batches
 from samo.data.examples import open_examples
 from samo.data.tokenizers import ByteTokenizer
 from samo.errors import DataError
 from samo.integrations.model_tokenizer import ModelTokenizer
-from samo.utils.disk_tensors import disk_copy
 from tests.data.trained_tokenizer import TEXT, VOCAB_SIZE, save_trained_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
 
@@ -41,26 +40,19 @@ def save_model(folder: Path, family: str = "llama", **changes: Any) -> nn.Module
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text(TEXT * 40)
-    return tmp_path
-
-
-def type_in(line: str) -> int:
-    return main(line.split())
+def here(here: Path) -> Path:
+    (here / "notes.txt").write_text(TEXT * 40)
+    return here
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_a_folder_has_zeros_and_masks_and_reads_like_any_other(
-    family: str, method: str, here: Path, capsys: pytest.CaptureFixture[str]
+    family: str, method: str, here: Path, type_in: Any
 ) -> None:
     model = save_model(here / "model", family)
     how = "" if method == "magnitude" else CALIBRATED
-    capsys.readouterr()
-    assert type_in(f"prune model --sparsity 0.75 --method {method} {how}") == 0
-    shown = capsys.readouterr()
+    shown = type_in(f"prune model --sparsity 0.75 --method {method} {how}")
     assert "To train it: samo finetune model-pruned --data FILE" in shown.out
     assert "%|" not in shown.err  # no bar of transformers
     assert transformers.utils.logging.is_progress_bar_enabled()
@@ -84,11 +76,11 @@ def test_a_folder_has_zeros_and_masks_and_reads_like_any_other(
     assert again(torch.tensor([tokens])).logits.isfinite().all()
 
 
-def test_the_masks_are_those_of_the_same_call_in_python(here: Path) -> None:
+def test_the_masks_are_those_of_the_same_call_in_python(here: Path, type_in: Any) -> None:
     model = save_model(here / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained("model")
     how = "--pattern 2:4 --out masks.safetensors --seed 3"
-    assert type_in(f"prune model --method wanda {how} {CALIBRATED}") == 0
+    type_in(f"prune model --method wanda {how} {CALIBRATED}")
 
     def encode(text: str) -> torch.Tensor:
         return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
@@ -98,14 +90,12 @@ def test_the_masks_are_those_of_the_same_call_in_python(here: Path) -> None:
     assert samo.Masks.load("masks.safetensors") == expected
 
 
-def test_examples_calibrate_as_samo_finetune_reads_them(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_calibrate_as_samo_finetune_reads_them(here: Path, type_in: Any) -> None:
     model = save_model(here / "model")
     rows = [{"prompt": f"{number} and", "completion": f" {number} more"} for number in range(40)]
     (here / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     typed = "prune model --method wanda --sparsity 0.5 --calibration asked.jsonl --context 32"
-    assert type_in(f"{typed} --samples 4 --out masks.safetensors") == 0
+    type_in(f"{typed} --samples 4 --out masks.safetensors")
     data = open_examples(
         [here / "asked.jsonl"], tokenizer=ModelTokenizer("model"), context=32, cache=here / "data"
     )
@@ -113,19 +103,18 @@ def test_examples_calibrate_as_samo_finetune_reads_them(
     assert all(0 < batch.shape[1] <= 32 for batch in batches)
     expected = samo.prune(model, 0.5, method="wanda", calibration=batches)
     assert samo.Masks.load("masks.safetensors") == expected
-    assert type_in(f"{typed} --samples 1000") == 1
-    told = capsys.readouterr().err
+    told = type_in(f"{typed} --samples 1000", 1).err
     assert "samples of 32 tokens, and 1,000 are asked for; use more examples, or --sam" in told
     flags = told.rpartition(" or ")[2].strip()
-    assert type_in(f"{typed} {flags} --out as-told.safetensors") == 0
+    type_in(f"{typed} {flags} --out as-told.safetensors")
 
 
-def test_patterns_scopes_and_rules_reach_the_masks(here: Path) -> None:
+def test_patterns_scopes_and_rules_reach_the_masks(here: Path, type_in: Any) -> None:
     model = save_model(here / "model")
 
     def masks(flags: str) -> samo.Masks:
         Path("masks.safetensors").unlink(missing_ok=True)
-        assert type_in(f"prune model {flags} --out masks.safetensors") == 0
+        type_in(f"prune model {flags} --out masks.safetensors")
         return samo.Masks.load("masks.safetensors")
 
     keep = masks("--pattern 2:4")["model.layers.0.mlp.down_proj.weight"].to_bool()
@@ -142,13 +131,12 @@ def test_patterns_scopes_and_rules_reach_the_masks(here: Path) -> None:
     assert len(found) == len(samo.prunable(model)) - 2
 
 
-def test_a_run_is_calibrated_with_its_own_tokenizer(here: Path) -> None:
+def test_a_run_is_calibrated_with_its_own_tokenizer(here: Path, type_in: Any) -> None:
     flags = "--steps 2 --batch-size 2 --num-layers 1 --width 32 --num-heads 2"
-    assert type_in(f"train notes.txt {flags} --context 32 --mode dense --out run") == 0
-    assert type_in(f"prune run --sparsity 0.5 --method wanda {CALIBRATED}") == 0
+    type_in(f"train notes.txt {flags} --context 32 --mode dense --out run")
+    type_in(f"prune run --sparsity 0.5 --method wanda {CALIBRATED}")
     assert samo.Masks.load("masks.safetensors").sparsity == 0.5
-    with_folder = f"prune run --method sparsegpt {CALIBRATED} --out folder"
-    assert type_in(with_folder) == 2
+    type_in(f"prune run --method sparsegpt {CALIBRATED} --out folder", 2)
 
 
 # Bad input
@@ -194,7 +182,8 @@ def sparse(folder: Path) -> None:
         (save_model, "--scope owl", 2, "--scope owl needs text to calibrate on"),
         (save_model, "--calibration notes.txt", 2, "--calibration has no effect with --method mag"),
         (save_model, "--sparsity 0.9999", 2, ".weight'; prune it less with --rules model.lay"),
-        (save_model, "--out notes.txt", 2, "'notes.txt' exists; choose another name with --out"),
+        (save_model, f"{WANDA} --out notes.txt", 2, "'notes.txt' exists; choose another name w"),
+        (save_model, f"{WANDA} --out no/folder/m", 2, "--out must be in an existing folder"),
         (save_model, "--sparsity 0.5 --device cuda", 2, "--device cuda needs a GPU"),
         (save_model, "--method zeros", 2, "less than 5.0%; leave out --method zeros to prune it"),
         (save_model, "--pattern 2:4 --sparsity 0.9", 2, "'2:4' prunes 0.5 of the weights, which"),
@@ -218,41 +207,29 @@ def sparse(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_pruned_is_refused_and_nothing_is_written(
-    make: Any,
-    flags: str,
-    code: int,
-    message: str,
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
+    make: Any, flags: str, code: int, message: str, here: Path, type_in: Any
 ) -> None:
     make(here / "model")
     before = sorted(here.iterdir())
-    capsys.readouterr()
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        assert type_in(f"prune model {flags}") == code
-    assert message in capsys.readouterr().err
+        assert message in type_in(f"prune model {flags}", code).err
     assert sorted(here.iterdir()) == before
 
 
-def test_what_exists_is_never_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_exists_is_never_overwritten(here: Path, type_in: Any) -> None:
     save_model(here / "model")
-    assert type_in("prune model --sparsity 0.5") == 0
+    type_in("prune model --sparsity 0.5")
     before = {file: file.read_bytes() for file in (here / "model-pruned").iterdir()}
-    assert type_in("prune model --sparsity 0.6") == 2
-    assert "'model-pruned' exists" in capsys.readouterr().err
+    assert "'model-pruned' exists" in type_in("prune model --sparsity 0.6", 2).err
     assert {file: file.read_bytes() for file in (here / "model-pruned").iterdir()} == before
 
 
-def test_a_full_disk_is_told(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_full_disk_is_told(here: Path, type_in: Any) -> None:
     save_model(here / "model")
-    monkeypatch.setattr("os.posix_fallocate", full)
-    assert type_in("prune model --sparsity 0.5") == 1
-    assert "no room for a copy of the model in '.': No space left" in capsys.readouterr().err
+    full = OSError(28, "No space left on device")
+    with mock.patch("os.posix_fallocate", side_effect=full):
+        shown = type_in("prune model --sparsity 0.5", 1).err
+    assert "no room for a copy of the model in '.': No space left" in shown
 
 
 # The parts

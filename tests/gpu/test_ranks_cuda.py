@@ -1,6 +1,5 @@
 """Ranks that share one GPU, over gloo, train as one rank does."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 def test_ranks_on_one_gpu_have_the_losses_of_one(
     tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any], dtype: str
 ) -> None:
-    one, many = (
-        replace(config, run=replace(config.run, device="cuda", dtype=dtype, batch_size=8))
-        for config in (small(text), small(text, {**mesh, "timeout_s": 60.0}))
-    )
-    train(one, tmp_path / "one")
+    how = {"device": "cuda", "dtype": dtype, "batch_size": 8}
+    train(small(text, **how), tmp_path / "one")
+    many = small(text, **how, **mesh, timeout_s=60.0)
     run_ranks(num_ranks, train_here, {tmp_path / "many": many}, timeout_s=100)
     # bfloat16 rounds sums of parts otherwise than sums of the whole, by 1 part in 256 of an entry.
     close = {"rel": 1e-4 if dtype == "float32" else 3e-3}

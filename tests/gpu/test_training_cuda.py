@@ -1,14 +1,12 @@
 """Whole runs on a GPU: each kind learns, and goes on after a stop."""
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samo.integrations.model_folders import open_compressed
-from samo.train.config import OptimConfig
 from samo.train.trainer import resume, train
 from tests.train.helpers import Watcher, interrupt_at, lines, small, text
 from tests.train.test_finetune import STEPS, place, settings
@@ -23,8 +21,8 @@ pytestmark = pytest.mark.gpu
 def test_a_run_learns_on_a_gpu_and_goes_on_after_a_stop(
     tmp_path: Path, text: Path, mode: str, dtype: str
 ) -> None:
-    config = small(text, mode=mode, dtype=dtype, steps=60, eval_every=20, batch_size=8, log_every=5)
-    config = replace(config, optim=OptimConfig(lr=5e-3))
+    often = {"eval_every": 20, "log_every": 5}
+    config = small(text, mode=mode, dtype=dtype, steps=60, batch_size=8, lr=5e-3, **often)
     train(config, tmp_path / "whole")
     stop = Watcher(31, lambda: signal.raise_signal(signal.SIGINT))
     assert train(config, tmp_path / "stopped", listeners=[stop]).signal == signal.SIGINT

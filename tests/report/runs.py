@@ -14,6 +14,7 @@ UNPRUNED = 81_920
 NUMEL = 786_432
 NUM_PARAMS = NUMEL + UNPRUNED
 KEPT = 78_643
+PRUNED_AT = 100
 
 
 def write_run(
@@ -21,9 +22,7 @@ def write_run(
     *,
     name: str = "notes",
     mode: str = "samo",
-    dtype: str = "float32",
     steps: int = 300,
-    prune_at: int = 100,
     sparsity: float = 0.9,
     reason: str = "dense_steps",
     eval_every: int = 50,
@@ -44,7 +43,7 @@ def write_run(
         "started": "2026-11-15T11:02:03+00:00",
         "config": {
             "optim": {"lr": 0.001, "betas": [0.9, 0.95]},
-            "run": {"mode": mode, "steps": steps, "seed": seed, "dtype": dtype},
+            "run": {"mode": mode, "steps": steps, "seed": seed, "dtype": "float32"},
         },
         "model": {"num_params": NUM_PARAMS},
         "data": {"train_tokens": 4_000_000, "tokenizer": "bytes"},
@@ -56,17 +55,17 @@ def write_run(
     kept = round(NUMEL * (1 - sparsity))
     is_pruned = mode != "dense"
     for step in range(1, steps + 1):
-        is_after = is_pruned and step > prune_at
+        is_after = is_pruned and step > PRUNED_AT
         loss = 1.5 + 4.0 / (1 + step / 12) ** 0.6
         if is_after:
-            loss += 0.08 + 0.6 * math.exp(-(step - prune_at) / (0.15 * prune_at))
+            loss += 0.08 + 0.6 * math.exp((PRUNED_AT - step) / 15)
         phase = "samo" if is_after else "dense"
         events.append(stepped(step, loss, phase))
         if eval_every and (step % eval_every == 0 or step == steps):
             events.append(evaluated(step, loss + 0.06))
-        if is_pruned and step == prune_at:
+        if is_pruned and step == PRUNED_AT:
             events.append(pruned(step, kept, reason=reason))
-            events.append(accounted(step + 1, kept, dtype, rank_bytes))
+            events.append(accounted(step + 1, kept, rank_bytes))
     if sample is not None:
         events.append(ev.Sampled(step=steps, prompt="Once upon", text=sample))
     events = sorted([*events, *more], key=lambda event: event.step)  # keeps the order of equals
@@ -119,13 +118,9 @@ def pruned(step: int, kept: int = KEPT, *, reason: str = "dense_steps") -> ev.Pr
     )
 
 
-def accounted(
-    step: int, kept: int = KEPT, dtype: str = "float32", rank_bytes: Iterable[int] = ()
-) -> ev.Accounted:
-    specs = [
-        TensorSpec(numel=NUMEL, kept=kept, dtype=dtype, grad_dtype=dtype),
-        TensorSpec(numel=UNPRUNED, kept=None, dtype=dtype, grad_dtype=dtype),
-    ]
+def accounted(step: int, kept: int = KEPT, rank_bytes: Iterable[int] = ()) -> ev.Accounted:
+    sizes = ((NUMEL, kept), (UNPRUNED, None))
+    specs = [TensorSpec(numel=numel, kept=kept, dtype="float32") for numel, kept in sizes]
     kinds = {str(kind): size for kind, size in total(specs).items()}
     return ev.Accounted(
         step=step,

@@ -2,10 +2,10 @@
 
 import json
 import random
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,16 +15,9 @@ import torch
 import samo
 from samo.checkpoint import read_manifest
 from samo.checkpoint.tensors import SavedTensors
+from samo.cli.main import main
 from samo.train import events
-from samo.train.config import (
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimConfig,
-    PruneConfig,
-    RunConfig,
-    TrainConfig,
-)
+from samo.train.config import TrainConfig, with_values
 from samo.train.events import Event
 from samo.train.learner import Learner
 from samo.train.rank_group import RankGroup
@@ -54,6 +47,25 @@ def run(tmp_path: Path, finished: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def type_in(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs what is typed after ``samo``, and returns what that prints."""
+
+    def run_line(line: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(shlex.split(line)) == code
+        return capsys.readouterr()
+
+    return run_line
+
+
 def write_text(folder: Path) -> Path:
     draw = random.Random(0)
     path = folder / "notes.txt"
@@ -61,31 +73,33 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def small(text: Path, **run: Any) -> TrainConfig:
-    settings = {"steps": 8, "batch_size": 2, "eval_every": 4, "eval_batches": 2, "save_every": 3}
-    return TrainConfig(
-        data=DataConfig(train=(text,)),
-        model=ModelConfig(num_layers=1, width=32, num_heads=2, context=32),
-        prune=PruneConfig(dense_steps=0 if run.get("mode") == "dense" else 3),
-        run=RunConfig(**{**settings, "log_every": 1, "sample_tokens": 5, **run}),
-    )
-
-
-METHODS: Final[dict[str, PruneConfig]] = {
-    "dense": PruneConfig(dense_steps=0),
-    "magnitude": PruneConfig(dense_steps=3),
-    "settled": PruneConfig(
-        method="early-bird", queue=3, mask_every=1, threshold=0.3, dense_steps=7
-    ),
-    "limit": PruneConfig(method="early-bird", queue=2, mask_every=2, threshold=0.0, dense_steps=5),
-    "gradual": PruneConfig(method="gradual", dense_steps=2, mask_every=2, mask_stop=7),
-    "set": PruneConfig(method="set", mask_every=2, mask_stop=7),
-    "rigl": PruneConfig(method="rigl", dense_steps=2, mask_every=2, mask_stop=8),
+SHORT: Final[dict[str, Any]] = {
+    **{"num_layers": 1, "width": 32, "num_heads": 2, "context": 32, "batch_size": 2},
+    **{"steps": 8, "dense_steps": 3, "eval_every": 4, "eval_batches": 2, "save_every": 3},
+    **{"log_every": 1, "sample_tokens": 5},
 }
 
 
-def method_config(text: Path, name: str, **run: Any) -> TrainConfig:
-    return replace(small(text, **run), prune=METHODS[name], optim=OptimConfig(lr=1e-3))
+def small(text: Path, **values: Any) -> TrainConfig:
+    """Return settings of a short run; ``values`` are those of any section."""
+    if values.get("mode") == "dense":
+        values = {"dense_steps": 0, **values}
+    return with_values(TrainConfig(), train=(text,), **{**SHORT, **values})
+
+
+METHODS: Final[dict[str, dict[str, Any]]] = {
+    "dense": dict(dense_steps=0),
+    "magnitude": dict(dense_steps=3),
+    "settled": dict(method="early-bird", queue=3, mask_every=1, threshold=0.3, dense_steps=7),
+    "limit": dict(method="early-bird", queue=2, mask_every=2, threshold=0.0, dense_steps=5),
+    "gradual": dict(method="gradual", dense_steps=2, mask_every=2, mask_stop=7),
+    "set": dict(method="set", dense_steps=0, mask_every=2, mask_stop=7),
+    "rigl": dict(method="rigl", dense_steps=2, mask_every=2, mask_stop=8),
+}
+
+
+def method_config(text: Path, name: str, **values: Any) -> TrainConfig:
+    return small(text, **{"lr": 1e-3, **METHODS[name], **values})
 
 
 def last_masks(run: Path) -> samo.Masks:
@@ -97,31 +111,19 @@ def read_progress(run: Path, checkpoint: str = "last") -> dict[str, Any]:
     return progress
 
 
-def recorded(run: Path, **changes: Any) -> TrainConfig:
-    """Return the settings that a run has recorded, with changes in its section run."""
+def recorded(run: Path, **values: Any) -> TrainConfig:
+    """Return the settings that a run has recorded, with others in their place."""
     config = RunDir(run).config()
     assert isinstance(config, TrainConfig)
-    return replace(config, run=replace(config.run, **changes))
-
-
-def optim(**settings: Any) -> OptimConfig:
-    given = {"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, "state": "exact", **settings}
-    return OptimConfig(**given)
+    return with_values(config, **values)
 
 
 def new_learner(
-    model: torch.nn.Module,
-    *,
-    ranks: RankGroup | None = None,
-    mesh: MeshConfig | None = None,
-    run: dict[str, Any] | None = None,
-    **settings: Any,
+    model: torch.nn.Module, *, ranks: RankGroup | None = None, **values: Any
 ) -> Learner:
-    """Return a learner with settings of its optimizer, and others of the run and the mesh."""
     config = resolve(small(Path("notes.txt")))
-    changed = replace(config.run, **{"dtype": "float32", **(run or {})})
-    config = replace(config, optim=optim(**settings), run=changed, mesh=mesh or config.mesh)
-    return Learner(model, config, ranks=ranks)
+    usual = {"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, "dtype": "float32"}
+    return Learner(model, with_values(config, **{**usual, **values}), ranks=ranks)
 
 
 def lines(run: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -155,22 +157,12 @@ def assert_same_run(one: Path, other: Path) -> None:
             assert torch.equal(tensor, theirs[key]), key
 
 
-def masked_step(
-    model: torch.nn.Module,
-    opt: torch.optim.Optimizer,
-    loss: torch.Tensor,
-    pruned: dict[str, torch.Tensor],
-) -> float:
-    """Take a step of dense training whose pruned weights stay 0; return the norm."""
+def clipped_step(model: torch.nn.Module, opt: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """Take a step, and return the norm of the gradient before it is clipped."""
     opt.zero_grad()
     loss.backward()
-    params = {name: model.get_parameter(name) for name in pruned}
-    for name, param in params.items():
-        param.grad.masked_fill_(pruned[name], 0)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     opt.step()
-    for name, param in params.items():
-        param.data.masked_fill_(pruned[name], 0)
     return float(norm)
 
 

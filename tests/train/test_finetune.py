@@ -25,28 +25,22 @@ from samo.planner import this_machine
 from samo.planner.this_machine import this_hardware
 from samo.train import causal_lm
 from samo.train.causal_lm import CausalLMSubject
-from samo.train.finetune_config import (
-    FinetuneConfig,
-    FinetuneData,
-    FinetuneMesh,
-    FinetuneModel,
-    FinetuneOptim,
-    FinetunePrune,
-    FinetuneRun,
-)
+from samo.train.config import with_values
+from samo.train.finetune_config import FinetuneConfig
 from samo.train.planning import choose_layout
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
+from tests.core.twins import mask_
 from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
 from tests.train.helpers import (
     WORDS,
     assert_same_run,
+    clipped_step,
     interrupt_at,
     last_masks,
     lines,
-    masked_step,
     tensors,
 )
 
@@ -80,23 +74,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(
-    place: Path, model: str | None = "pruned", shard: Any = "auto", **changes: Any
-) -> FinetuneConfig:
-    """Return settings of a short run; ``changes`` are those of any section but the mesh."""
-    sections: dict[str, Any] = {
-        "data": FinetuneData(data=(place / "notes.jsonl",), valid_fraction=0.1),
-        "model": FinetuneModel(model=model and place / model, context=32),
-        "prune": FinetunePrune(),
-        "optim": FinetuneOptim(lr=1e-3, eps=1e-5),
-        "run": FinetuneRun(
-            steps=STEPS, batch_size=2, eval_every=2, log_every=1, save_every=2, sample_tokens=3
-        ),
+def settings(place: Path, model: str | None = "pruned", **changes: Any) -> FinetuneConfig:
+    """Return settings of a short run; ``changes`` are those of any section."""
+    usual: dict[str, Any] = {
+        **{"model": model and place / model, "data": (place / "notes.jsonl",)},
+        **{"valid_fraction": 0.1, "context": 32, "batch_size": 2, "lr": 1e-3, "eps": 1e-5},
+        **{"steps": STEPS, "eval_every": 2, "log_every": 1, "save_every": 2, "sample_tokens": 3},
     }
-    for name, section in sections.items():
-        own = {key: value for key, value in changes.items() if hasattr(section, key)}
-        sections[name] = replace(section, **own)
-    return FinetuneConfig(**sections, mesh=FinetuneMesh(shard=shard))
+    return with_values(FinetuneConfig(), **{**usual, **changes})
 
 
 def resolved(place: Path, model: str = "pruned", **changes: Any) -> Any:
@@ -123,7 +108,7 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
     masks = last_masks(run)
     twin = opened(place / "pruned").train()
     parent = opened(place / "dense").eval()
-    pruned = {name: ~mask.to_bool() for name, mask in masks.items()}
+    mask_(twin, masks)
     decay = [p for p in twin.parameters() if p.dim() > 1]
     others = [p for p in twin.parameters() if p.dim() == 1]
     opt = torch.optim.AdamW(
@@ -144,7 +129,7 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
         loss = total / sum(batch.num_tokens for batch in parts)
         for group in opt.param_groups:
             group["lr"] = line["lr"]
-        norm = masked_step(twin, opt, loss, pruned)
+        norm = clipped_step(twin, opt, loss)
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
     trained = samo.load_masks(run / "checkpoints" / "last")
@@ -246,12 +231,7 @@ def test_checkpointing_and_streaming_change_no_bit(
 ) -> None:
     config = settings(place, freeze_embeddings=is_frozen, steps=2)
     train(config, tmp_path / "plain")
-    saving = replace(
-        config,
-        model=replace(config.model, checkpointing=True),
-        run=replace(config.run, weights=weights),
-    )
-    train(saving, tmp_path / "saving")
+    train(with_values(config, checkpointing=True, weights=weights), tmp_path / "saving")
     plain, saved = (lines(tmp_path / name, "step") for name in ("plain", "saving"))
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in plain] == [line[name] for line in saved]
@@ -371,7 +351,7 @@ def test_a_longer_run_replaces_its_model(tmp_path: Path, finished: Path) -> None
     (run / "model" / "note").touch()
     config = RunDir.find(run).config()
     assert isinstance(config, FinetuneConfig)
-    resume(run, config=replace(config, run=replace(config.run, steps=STEPS + 2)))
+    resume(run, config=with_values(config, steps=STEPS + 2))
     assert not (run / "model" / "note").exists()
     assert not (run / ".draft").exists()
     before, after = (load_file(each / "model" / "model.safetensors") for each in (finished, run))

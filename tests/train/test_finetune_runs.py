@@ -6,12 +6,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import samo
-from samo.cli.main import main
 from samo.data.batches import Batches
 from samo.train import causal_lm
 from samo.train.causal_lm import CausalLMSubject
@@ -61,44 +61,36 @@ def test_two_ranks_take_the_course_of_one(place: Path, tmp_path: Path) -> None:
 # The command
 
 
-def test_a_run_is_typed_and_tells_what_it_made(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    flags = "--steps 2 --batch-size 2 --context 32 --sample-tokens 4 --lr 1e-3"
-    given = ["finetune", str(place / "pruned"), "--data", str(place / "notes.jsonl")]
-    assert main([*given, *flags.split()]) == 0
-    said = capsys.readouterr().out
+def test_a_run_is_typed_and_tells_what_it_made(place: Path, here: Path, type_in: Any) -> None:
+    data = f"--data {place / 'notes.jsonl'}"
+    flags = f"{data} --steps 2 --batch-size 2 --context 32 --sample-tokens 4 --lr 1e-3"
+    said = type_in(f"finetune {place / 'pruned'} {flags}").out
     assert re.search(r"^memory: resident, exact: \S+ [kMG]B of .* that fit$", said, re.MULTILINE)
     assert "before training" in said
     assert "samo generate runs/pruned/model" in said
     assert "samo export runs/pruned/model" in said
-    assert main(["finetune", "--resume", "runs/pruned"]) == 0
-    assert "'runs/pruned' is complete; extend it with --steps" in capsys.readouterr().out
-    assert main(["finetune", "--resume", "runs/pruned", "--steps", "3"]) == 0
-    assert main(["finetune", "--resume", "runs/pruned", "--lr", "1"]) == 2
-    assert "a resumed run keeps its settings, and --lr was 0.001, not 1" in capsys.readouterr().err
-    assert main(["train", "--resume", "runs/pruned"]) == 2
-    assert "is a run of samo finetune; resume it with samo finetune" in capsys.readouterr().err
-    assert main(["finetune", str(place / "dense"), "--data", str(place / "notes.jsonl")]) == 2
-    assert "is not pruned: 0 of 20,480 weights" in capsys.readouterr().err
-    given[1] = str(place / "dense")
-    assert main([*given, *flags.split(), "--pattern", "2:4", "--out", "pruned"]) == 0
-    said = capsys.readouterr().out
+    resume = "finetune --resume runs/pruned"
+    assert "'runs/pruned' is complete; extend it with --steps" in type_in(resume).out
+    type_in(f"{resume} --steps 3")
+    said = type_in(f"{resume} --lr 1", 2).err
+    assert "a resumed run keeps its settings, and --lr was 0.001, not 1" in said
+    said = type_in("train --resume runs/pruned", 2).err
+    assert "is a run of samo finetune; resume it with samo finetune" in said
+    said = type_in(f"finetune {place / 'dense'} {data}", 2).err
+    assert "is not pruned: 0 of 20,480 weights" in said
+    said = type_in(f"finetune {place / 'dense'} {flags} --pattern 2:4 --out pruned").out
     assert "pruned first: --method wanda, calibrated on training data" in said
     assert [path.name for path in Path("runs").iterdir()] == ["pruned"]
 
 
 def test_a_prompt_is_answered_and_all_tokens_read_are_counted(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, here: Path, type_in: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"the fox jumps {word}", "completion": " it"} for word in ["over", "and"]]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
     flags = "--steps 2 --batch-size 2 --context 32 --sample-tokens 4 --log-every 1"
-    given = ["finetune", str(place / "pruned"), "--data", "asked.jsonl"]
-    assert main([*given, *flags.split(), "--teacher", str(place / "dense")]) == 0
-    said = capsys.readouterr().out
+    flags += f" --data asked.jsonl --teacher {place / 'dense'}"
+    said = type_in(f"finetune {place / 'pruned'} {flags}").out
     assert re.search(r"loss \S+ \(text and teacher\)  ", said)
     run = Path("runs/pruned")
     assert "of text and teacher together" in (run / "report.html").read_text()

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
-from samo.cli.main import main
 from samo.errors import ConfigError
 from samo.planner import this_machine
 from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
+from samo.train.config import with_values
 from samo.train.planning import check_memory
 from samo.train.resolve import again, resolve, resolve_resumed
 from tests.train.helpers import small
 from tests.train.test_config import config
 
-BIG: dict[str, Any] = {"shape": "gpt3-2.7b", "context": 1024}
-BF16 = {"dtype": "bfloat16", "batch_size": 8}
-PRUNED = {"dense_steps": 0}
+BIG: dict[str, Any] = {
+    **{"shape": "gpt3-2.7b", "context": 1024, "batch_size": 8},
+    **{"dtype": "bfloat16", "dense_steps": 0},
+}
 
 
 @pytest.fixture
@@ -38,9 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     return become
 
 
-def planned(**sections: Any):
-    given = {"model": BIG, "run": BF16, "prune": PRUNED, **sections}
-    return resolve(config(**{**given, "mesh": {"plan": True, **given.get("mesh", {})}}))
+def planned(**values: Any):
+    return resolve(config(**{**BIG, "plan": True, **values}))
 
 
 def test_one_rank_keeps_what_fits(machine) -> None:
@@ -61,8 +61,7 @@ def test_one_rank_keeps_what_fits(machine) -> None:
 
 def test_a_given_budget_is_predicted_as_one(machine) -> None:
     machine(1)
-    run = {name: {**BF16, "weights": name} for name in ("streamed", "1GB")}
-    streamed, budget = (planned(run=own).mesh.reason for own in run.values())
+    streamed, budget = (planned(weights=held).mesh.reason for held in ("streamed", "1GB"))
     assert streamed.startswith("planned: streamed, exact: ")
     assert budget.startswith("planned: budget 1.00 GB, exact: ")
 
@@ -70,30 +69,26 @@ def test_a_given_budget_is_predicted_as_one(machine) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"run": {"weights": "streamed"}},
-        {"run": {"weights": "1GB"}},
-        {"optim": {"state": "exact"}},
-        {"model": {"checkpointing": True}},
-        {"mesh": {"pipe": 1}},
-        {"mesh": {"pipe": 4}},
-        {"mesh": {"pipe": 2, "micro_batches": 2}},
-        {"mesh": {"data": 2}},
-        {"mesh": {"shard": "weights"}},
-        {"mesh": {"shard": "none"}},
+        {"weights": "streamed"},
+        {"weights": "1GB"},
+        {"state": "exact"},
+        {"checkpointing": True},
+        {"pipe": 1},
+        {"pipe": 4},
+        {"pipe": 2, "micro_batches": 2},
+        {"data": 2},
+        {"shard": "weights"},
+        {"shard": "none"},
     ],
     ids=str,
 )
-def test_flags_win(machine, given: dict[str, dict[str, Any]]) -> None:
+def test_flags_win(machine, given: dict[str, Any]) -> None:
     machine(4, 12e9)
-    base = {"model": BIG, "run": BF16}
-    merged = {**given, **{name: {**base[name], **given.get(name, {})} for name in base}}
-    found = planned(**merged)
-    for section, values in given.items():
-        for name, value in values.items():
-            wanted = {"1GB": 10**9}.get(value, value)
-            assert getattr(getattr(found, section), name) == wanted, name
-            assert name not in found.mesh.planned
+    found = planned(**given)
+    wanted = {name: {"1GB": 10**9}.get(value, value) for name, value in given.items()}
+    assert with_values(found, **wanted) == found
     assert found.mesh.planned
+    assert not {*found.mesh.planned} & {*given}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_flags_win(machine, given: dict[str, dict[str, Any]]) -> None:
 )
 def test_what_does_not_work_together_is_not_planned(machine, prune, refused) -> None:
     machine(2, 80e9)
-    found = planned(prune=prune)
+    found = planned(**prune)
     has = {"pipe": found.mesh.pipe > 1, "shard": found.mesh.shard == "weights"}
     has["lean"] = found.optim.state == "lean"
     assert not any(has[name] for name in refused)
@@ -121,52 +116,51 @@ def test_a_model_too_large_for_one_rank_is_cut_or_sharded(machine) -> None:
     machine(4, 3e9)
     found = planned()
     assert found.mesh.pipe > 1 or found.mesh.shard == "weights"
-    cut = planned(mesh={"shard": "none"})
+    cut = planned(shard="none")
     assert cut.mesh.pipe > 1
     assert "micro_batches" in cut.mesh.planned
 
 
 def test_dense_steps_have_to_fit_too(machine) -> None:
     machine(1, 50e9)
-    tight = planned(prune={"dense_steps": 10})
+    tight = planned(dense_steps=10)
     assert tight.model.checkpointing
     assert tight.mesh.reason.endswith("; dense steps take 43.3 GB")
     assert not planned().model.checkpointing
     machine(1, 20e9)
     with pytest.raises(ConfigError, match=r"the dense phase takes 43.3 GB on each of 1 ranks"):
-        planned(prune={"dense_steps": 10})
+        planned(dense_steps=10)
     machine(1, 60e9)
-    alone = planned(run={**BF16, "mode": "dense"})
+    alone = planned(mode="dense")
     assert alone.run.weights == "resident"
     assert alone.mesh.reason.startswith("planned: dense autocast")
 
 
 @pytest.mark.parametrize(
-    ("memory", "sections", "message"),
+    ("memory", "values", "message"),
     [
-        (30e9, {"prune": {"dense_steps": 10}}, "needs 56.4 GB for its dense phase, with 8 x 1,024"),
-        (30e9, {"run": {**BF16, "mode": "dense"}}, "needs 56.4 GB for its dense phase"),
-        (30e9, {"prune": {"method": "gradual", "dense_steps": 10}}, "for its dense phase"),
+        (30e9, {"dense_steps": 10}, "needs 56.4 GB for its dense phase, with 8 x 1,024"),
+        (30e9, {"mode": "dense"}, "needs 56.4 GB for its dense phase"),
+        (30e9, {"method": "gradual", "dense_steps": 10}, "for its dense phase"),
         (30e9, {}, "needs 3.* GB at the start"),
-        (30e9, {"model": {**BIG, "checkpointing": True}}, ""),
-        (30e9, {"prune": {"masks": Path("/m")}}, ""),
-        (8e9, {"prune": {"masks": Path("/m")}}, "needs 11.1 GB at the start"),
-        (24e9, {"mesh": {"pipe": 2}, "prune": {"dense_steps": 10}}, "needs 2.* for each rank"),
-        (30e9, {"mesh": {"pipe": 2}, "prune": {"dense_steps": 10}}, ""),
+        (30e9, {"checkpointing": True}, ""),
+        (30e9, {"masks": Path("/m")}, ""),
+        (8e9, {"masks": Path("/m")}, "needs 11.1 GB at the start"),
+        (24e9, {"pipe": 2, "dense_steps": 10}, "needs 2.* for each rank"),
+        (30e9, {"pipe": 2, "dense_steps": 10}, ""),
     ],
     ids=str,
 )
-def test_a_model_without_room_is_refused(machine, memory, sections, message) -> None:
+def test_a_model_without_room_is_refused(machine, memory, values, message) -> None:
     machine(1, memory)
-    one = resolve(config(**{"model": BIG, "run": BF16, "prune": PRUNED, **sections}))
-    one = replace(one, data=replace(one.data, vocab_size=50_304))
+    one = resolve(config(**{**BIG, "vocab_size": 50_304, **values}))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_memory(one, 1)
 
 
 def test_a_resumed_run_is_planned_again_for_its_ranks(machine) -> None:
     machine(2, 4e9)
-    before = planned(mesh={"shard": "none"})
+    before = planned(shard="none")
     assert before.mesh.pipe > 1
     machine(1, 141e9)
     after = resolve_resumed(before, again(before))
@@ -180,16 +174,15 @@ def test_a_resumed_run_is_planned_again_for_its_ranks(machine) -> None:
     assert same.run == before.run
     assert same.mesh.micro_batches == before.mesh.micro_batches
     assert same.mesh.pipe == before.mesh.pipe
-    by_hand = replace(before, mesh=replace(before.mesh, plan=False, planned=()))
+    by_hand = with_values(before, plan=False, planned=())
     assert again(by_hand).mesh.pipe == before.mesh.pipe
 
 
 def test_the_vocabulary_is_known_or_guessed(text: Path) -> None:
     assert planning._vocab_size(resolve(small(text))) == 256
-    tokens = replace(small(text), data=replace(small(text).data, train=(Path("/a.bin"),)))
+    tokens = small(Path("/a.bin"))
     assert planning._vocab_size(resolve(tokens)) == 50_304
-    given = replace(tokens, data=replace(tokens.data, vocab_size=77))
-    assert planning._vocab_size(resolve(given)) == 77
+    assert planning._vocab_size(resolve(with_values(tokens, vocab_size=77))) == 77
 
 
 FLAGS = (
@@ -198,17 +191,14 @@ FLAGS = (
 )
 
 
-def test_the_command_line_says_what_and_why_and_records_it(text: Path, tmp_path, capsys) -> None:
+def test_the_command_line_says_what_and_why_and_records_it(text: Path, tmp_path, type_in) -> None:
     out = tmp_path / "run"
-    assert main(["train", str(text), *FLAGS.split(), "--out", str(out)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "planned: resident, exact: " in shown
+    assert "planned: resident, exact: " in type_in(f"train {text} {FLAGS} --out {out}").out
     mesh = json.loads((out / "run.json").read_text())["config"]["mesh"]
     assert mesh["plan"] is True
     assert mesh["planned"] == ["checkpointing", "pipe", "shard", "state", "weights"]
     assert mesh["reason"].startswith("planned: resident, exact")
-    assert main(["train", "--resume", str(out), "--steps", "4"]) == 0
-    assert "planned: resident, exact" in " ".join(capsys.readouterr().out.split())
+    assert "planned: resident, exact" in type_in(f"train --resume {out} --steps 4").out
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ import samo
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.train import events, learner as stepping
 from samo.train.checkpointing import Saver
+from samo.train.config import with_values
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.trainer import resume, train
@@ -185,8 +185,7 @@ def test_a_run_is_the_same_however_its_weights_are_held(tmp_path: Path, text: Pa
     dense = []
     for held in ("streamed", half):
         run = tmp_path / str(held)
-        wanted = replace(config, run=replace(config.run, weights=held))
-        train(wanted, run, listeners=[interrupt_at(6)])
+        train(with_values(config, weights=held), run, listeners=[interrupt_at(6)])
         assert recorded(run).run.weights == held
         dense.append(lines(run, "state")[-1]["measured"]["dense"])
         resume(run, config=recorded(run, weights="resident"))
@@ -210,9 +209,8 @@ def test_a_compiled_run_can_be_stopped_and_says_when_it_compiles(
     torch.compiler.reset()  # or code of the test before is taken
     config = method_config(text, "rigl")
     train(config, tmp_path / "eager")
-    fast = replace(config, run=replace(config.run, compile=True))
     stop = interrupt_at(5)
-    train(fast, tmp_path / "compiled", listeners=[stop])
+    train(with_values(config, compile=True), tmp_path / "compiled", listeners=[stop])
     drawn = lines(tmp_path / "eager", "prune")[0]["step"]
     compiling = [event.step for event in stop.seen if isinstance(event, events.Compiling)]
     assert compiling == [0, drawn]
@@ -263,8 +261,7 @@ def test_another_text_or_checkpoint_is_refused(tmp_path: Path, text: Path) -> No
     moved = text.rename(tmp_path / "moved.txt")
     with pytest.raises(DataError, match=r"notes.txt.*samo train NEW-PLACE --resume"):
         resume(run)
-    config = recorded(run)
-    assert resume(run, config=replace(config, data=replace(config.data, train=(moved,)))).step == 8
+    assert resume(run, config=recorded(run, train=(moved,))).step == 8
     moved.write_text(moved.read_text().replace("fox", "cat"))
     with pytest.raises(RunError, match=r"the text of .* has changed, and a run resumes with"):
         resume(run)
@@ -272,8 +269,7 @@ def test_another_text_or_checkpoint_is_refused(tmp_path: Path, text: Path) -> No
     samo.save(run / "checkpoints" / "other", torch.nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"was not saved by a run of samo"):
         resume(run / "checkpoints" / "other")
-    wide = small(moved, steps=4)
-    train(replace(wide, model=replace(wide.model, width=64)), tmp_path / "wide")
+    train(small(moved, steps=4, width=64), tmp_path / "wide")
     shutil.rmtree(run / "checkpoints")
     os.rename(tmp_path / "wide" / "checkpoints", run / "checkpoints")
     message = r"'blocks.0.attention.out.bias' has shape .64,. in the checkpoint, .32,. in a GPTCon"

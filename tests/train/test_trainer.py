@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,17 +17,18 @@ from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.train import events
-from samo.train.config import OptimConfig, PruneConfig
+from samo.train.config import with_values
 from samo.train.gpt_subject import GPTSubject
 from samo.train.metrics import TensorBoard
 from samo.train.trainer import Result, resume, train
+from tests.core.twins import mask_
 from tests.train.helpers import (
     Watcher,
     assert_same_run,
+    clipped_step,
     interrupt_at,
     last_masks,
     lines,
-    masked_step,
     read_progress,
     recorded,
     small,
@@ -73,7 +73,7 @@ def test_a_run_is_dense_training_whose_pruned_weights_are_set_to_zero(
     folder = tmp_path / "run"
     # With a larger eps the bias of keys, whose gradient is rounding alone, is not thrown about by
     # it.
-    train(replace(small(text), optim=OptimConfig(lr=5e-3, eps=1e-5)), folder)
+    train(small(text, lr=5e-3, eps=1e-5), folder)
     config, masks = recorded(folder), last_masks(folder)
     torch.manual_seed(0)
     twin = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
@@ -84,20 +84,20 @@ def test_a_run_is_dense_training_whose_pruned_weights_are_set_to_zero(
     opt = torch.optim.AdamW([*groups.values()], betas=(0.9, 0.95), eps=1e-5)
     tokens = GPTSubject(config).open_text(folder).train
     batches = Batches(tokens, context=32, batch_size=2, seed=0)
-    pruned = {}
     for step, line in enumerate(lines(folder, "step"), start=1):
         if step == 4:  # three steps were dense
-            pruned = {name: ~mask.to_bool() for name, mask in masks.items()}
+            mask_(twin, masks)
             for group, (name, param) in zip(opt.param_groups, twin.named_parameters()):
-                if name in pruned:
-                    param.data.masked_fill_(pruned[name], 0)
+                if name in masks:
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        masks[name].zero_(opt.state[param][moment])
                     group["scale"] = masks[name].numel / masks[name].kept
         inputs_BT, targets_BT, *_ = next(batches)
         for group in opt.param_groups:
             group["lr"] = group["scale"] * line["lr"]
             group["weight_decay"] = group["decay"] / group["scale"]
         loss = twin(inputs_BT, targets_BT)
-        norm = masked_step(twin, opt, loss, pruned)
+        norm = clipped_step(twin, opt, loss)
         # What remains is the order in which norms and losses are summed.
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -109,22 +109,18 @@ def test_a_run_is_dense_training_whose_pruned_weights_are_set_to_zero(
 
 def test_best_counts_only_what_is_pruned(tmp_path: Path, text: Path) -> None:
     """Dense weights may be better, but the run is for pruned ones; the first of these count too."""
-    config = small(text, steps=12, eval_every=2)
-    train(replace(config, prune=PruneConfig(dense_steps=8)), tmp_path / "run")
+    train(small(text, steps=12, eval_every=2, dense_steps=8), tmp_path / "run")
     after = [line for line in lines(tmp_path / "run", "eval") if line["step"] > 8]
     best = read_progress(tmp_path / "run", "best")
     assert best["best_loss"] == min(line["valid_loss"] for line in after)
-    train(replace(small(text), optim=OptimConfig(lr=0.0)), tmp_path / "still")
+    train(small(text, lr=0.0), tmp_path / "still")
     best = read_progress(tmp_path / "still", "best")
     assert (best["step"], best["phase"]) == (3, "samo")
 
 
 def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run: Path) -> None:
     source = run / "checkpoints" / "last"
-    config = small(recorded(run).data.train[0])
-    config = replace(
-        config, model=replace(config.model, init=source), prune=PruneConfig(masks=source)
-    )
+    config = small(recorded(run).data.train[0], init=source, masks=source, dense_steps=0)
     second = tmp_path / "second"
     train(config, second, listeners=[interrupt_at(4)])
     assert lines(second, "prune")[0]["step"] == 0
@@ -138,42 +134,32 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run:
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("values", "message"),
     [
-        ({"prune": PruneConfig(dense_steps=5, skip=("nothing.*",))}, "cannot prune: .*'nothing"),
-        ({"prune": PruneConfig(pattern="2:4", scope="erk")}, "which contradicts --scope erk"),
-        ({"prune": PruneConfig(method="gradual", sparsity=0.99999)}, "would keep none of the wei"),
-        ({"prune": PruneConfig(masks=Path("no-masks"))}, "mask file '.*no-masks' does not exist"),
+        ({"dense_steps": 5, "skip": ("nothing.*",)}, "cannot prune: .*'nothing"),
+        ({"pattern": "2:4", "scope": "erk"}, "which contradicts --scope erk"),
+        ({"method": "gradual", "sparsity": 0.99999}, "would keep none of the wei"),
+        ({"masks": Path("no-masks")}, "mask file '.*no-masks' does not exist"),
+        ({"batch_size": 2**30}, "TB for its dense phase, with 1,073,741,824 x 32 tokens, and this"),
+        ({"device": "cuda"}, "--device cuda needs a GPU that torch can use"),
+        ({"train": (Path("short.txt"),)}, "1 tokens are too few to hold back 33"),
         (
-            {"run": {"batch_size": 2**30}},
-            r"TB for its dense phase, with 1,073,741,824 x 32 tokens, and this cpu has",
+            {"train": (Path("short.txt"),), "valid": (Path("notes.txt"),)},
+            r"to train on \('short.txt'\)",
         ),
-        ({"run": {"device": "cuda"}}, "--device cuda needs a GPU that torch can use"),
-        ({"data": {"train": "short.txt"}}, "1 tokens are too few to hold back 33"),
-        ({"data": {"train": "short.txt", "valid": "notes.txt"}}, r"to train on \('short.txt'\)"),
-        ({"data": {"valid": "short.txt"}}, r"the text to validate on \('short.txt'\)"),
-        ({"mesh": {"data": 2}}, "data=2 does not make up 1 rank.* start ranks with samo launch"),
+        ({"valid": (Path("short.txt"),)}, r"the text to validate on \('short.txt'\)"),
+        ({"data": 2}, "data=2 does not make up 1 rank.* start ranks with samo launch"),
     ],
     ids=str,
 )
 def test_what_cannot_work_is_refused_before_a_folder_is_made(
-    tmp_path: Path,
-    text: Path,
-    sections: dict[str, Any],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    here: Path, text: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "short.txt").write_text("x")
-    config = small(text)
-    for name, change in sections.items():
-        if isinstance(change, dict):
-            paths = {k: (tmp_path / v,) for k, v in change.items() if name == "data"}
-            change = replace(getattr(config, name), **(paths or change))
-        config = replace(config, **{name: change})
+    Path("short.txt").write_text("x")
     with pytest.raises((ConfigError, DataError, samo.MaskError), match=message):
-        train(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        train(with_values(small(text), **values), Path("run"))
+    assert not Path("run").exists()
 
 
 # Checkpoints
@@ -209,8 +195,7 @@ def test_checkpoints_are_written_after_minutes_and_while_training_continues(
 def test_memory_for_copies_is_taken_once_before_the_first_save(
     tmp_path: Path, finished: Path, dense_steps: int, save_every: int, times: int
 ) -> None:
-    config = recorded(finished, save_every=save_every, eval_every=8)
-    config = replace(config, prune=replace(config.prune, dense_steps=dense_steps))
+    config = recorded(finished, save_every=save_every, eval_every=8, dense_steps=dense_steps)
     with mock.patch("samo.train.checkpointing.prepare") as prepare:
         train(config, tmp_path / "run")
     assert prepare.call_count == times
@@ -283,33 +268,23 @@ def test_an_interrupted_sample_is_left_out(run: Path, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("samo.train.gpt_subject.generate", impatient)
-    result = resume(run)
-    assert (result.step, result.sample) == (8, None)
+    before = lines(run, "sample")
+    assert resume(run).step == 8
+    assert lines(run, "sample") == before
     assert lines(run, "end")[-1]["reason"] == "done"
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
-    [(30, "no finite loss in 20 lines .* lower --lr"), (6, "its validation loss is nan; start a")],
+    ("values", "message"),
+    [
+        ({"steps": 30, "mode": "dense", "lr": 1e30}, "no finite loss in 20 lines .* lower --lr"),
+        ({"steps": 6, "mode": "dense", "lr": 1e30}, "its validation loss is nan; start a new one"),
+        ({"dtype": "float16", "lr": 1e6}, "parameter .* which torch.float16 cannot represent; st"),
+    ],
 )
 def test_a_diverged_run_ends_with_advice(
-    tmp_path: Path, text: Path, steps: int, message: str
+    tmp_path: Path, text: Path, values: dict[str, Any], message: str
 ) -> None:
-    config = replace(
-        small(text, steps=steps, mode="dense"), optim=OptimConfig(lr=1e30, warmup_steps=0)
-    )
     with pytest.raises(RunError, match=f"has diverged at .*: {message}"):
-        train(config, tmp_path / "run")
+        train(small(text, warmup_steps=0, **values), tmp_path / "run")
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "failed"
-    assert lines(tmp_path / "run", "step")[-1]["loss"] is None
-
-
-def test_a_run_whose_weights_do_not_fit_into_their_type_ends_with_advice(
-    tmp_path: Path, text: Path
-) -> None:
-    config = replace(small(text, dtype="float16"), optim=OptimConfig(lr=1e6, warmup_steps=0))
-    message = (
-        r"has diverged at .*: parameter .* which torch.float16 cannot represent; start a new one"
-    )
-    with pytest.raises(RunError, match=message):
-        train(config, tmp_path / "run")

@@ -16,7 +16,6 @@ from samo.cli.console import PatientConsole, columns, say
 from samo.errors import RunError
 from samo.train.launch_env import command_line
 from samo.train.resolve import device_and_dtype
-from samo.train.rules import check_ranges
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 
@@ -28,7 +27,6 @@ def run(command: Bench) -> int:
     config = command.question
     name = QUESTIONS[type(config)]
     question = importlib.import_module(f"samo.bench.{name}")
-    check_ranges(config)
     if isinstance(config, StepConfig):
         question.contenders(config)  # refuses unknown names before anything is written
     device = torch.device(device_and_dtype(config.device)["device"])

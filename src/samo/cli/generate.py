@@ -14,9 +14,9 @@ from samo.cli.console import PatientConsole, out_of_memory
 from samo.cli.text_model import TextModel, with_tokenizer
 from samo.errors import ConfigError, DataError, MaskError
 from samo.integrations import model_folders
+from samo.integrations.generation import HuggingFaceText
 from samo.models.generate import Sampling
 from samo.train.resolve import device_and_dtype
-from samo.train.rules import check_ranges
 from samo.utils.formatting import counted, duration, plain, three_digits
 
 __all__ = []
@@ -27,7 +27,6 @@ _MAX_BYTES: Final = 2**24
 
 def run(command: Generate) -> int:
     """Generate a text, or talk until the user ends it."""
-    check_ranges(command)
     if command.chat and command.prompt is not None:
         raise ConfigError("--chat reads messages line by line; leave out --prompt")
     model_folders.find(command.model)  # refuses a wrong path before it reads a prompt
@@ -82,7 +81,7 @@ def _checked(tokens: Tensor, model: TextModel) -> Tensor:
 
 
 def _chat(model: TextModel, how: Sampling, console: Console, path: Path) -> None:
-    if not model.has_chat:
+    if not isinstance(model, HuggingFaceText) or not model.has_chat:
         raise ConfigError(
             f"'{path}' has no chat template, so its model was not made to chat; use --prompt"
         )

@@ -27,7 +27,6 @@ from samo.errors import ConfigError
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
 from samo.train.resolve import resolve
-from samo.train.rules import check_ranges
 
 __all__ = []
 
@@ -36,7 +35,6 @@ _BACKEND: Final = "samo-local"
 
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
-    check_ranges(command)
     if command.command[:1] not in (("train",), ("finetune",)):
         raise ConfigError(
             "samo launch can start train and finetune only: samo launch -n 4 train notes.txt"

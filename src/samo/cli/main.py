@@ -3,7 +3,6 @@
 Nothing heavy is imported before the command is known, so that help appears at once.
 """
 
-import argparse
 import importlib
 import inspect
 import io
@@ -12,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any, Final, Literal, get_args
 
 import tyro
@@ -24,6 +23,7 @@ from samo.errors import ConfigError, DataError, PeerError, SamoError, nearest
 from samo.train.config_io import read_toml
 from samo.train.finetune_config import KINDS
 from samo.train.launch_env import end_with_launcher
+from samo.train.rules import check_ranges
 from samo.utils.formatting import plain
 
 __all__ = ["main"]
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str]) -> Command:
                 f"{flag} goes before the word {words[0]}: samo launch {flag} ... {words[0]}"
             )
     kind: Any = Command
-    prog, text, default = "samo", _ABOUT, tyro.MISSING_NONPROP
+    prog, text = "samo", _ABOUT
     if name in COMMANDS:  # errors then point to the help of this command
         kind, prog, text, arguments = COMMANDS[name], f"samo {name}", "", arguments[1:]
     elif not name.startswith("-"):
@@ -130,17 +130,19 @@ def parse(arguments: Sequence[str]) -> Command:
         examples = _FINETUNE if kind is Finetune else ""
         text = f"{about}\n\n{examples}All settings: samo {name} --help-all"
         kind = _usual(kind)
-    elif is_run:
-        default = _run_defaults(kind, arguments)
-    command: Command = tyro.cli(
+    read = partial(
+        tyro.cli,
         kind,
         prog=prog,
         description=text or None,
         args=arguments,
-        default=default,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         registry=_NUMBERS,
     )
+    command: Command = read()
+    if isinstance(command, Train | Finetune) and (command.config or command.resume):
+        command = read(default=_run_defaults(kind, command))
+    check_ranges(command)
     return replace(command, command=launched) if isinstance(command, Launch) else command
 
 
@@ -205,12 +207,8 @@ def _usual(kind: Any, shown: frozenset[str] | None = None) -> Any:
     return make_dataclass(kind.__name__, found, bases=(kind,), frozen=True, kw_only=True)
 
 
-def _run_defaults(kind: type[Train] | type[Finetune], arguments: Sequence[str]) -> Any:
+def _run_defaults(kind: type[Train] | type[Finetune], given: Train | Finetune) -> Any:
     """Return the settings of --config or --resume, which flags override."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--config", "--resume", "--out"):
-        parser.add_argument(flag, nargs="?")
-    given, _ = parser.parse_known_args(arguments)
     if given.resume is not None:
         for name in ("config", "out"):
             if getattr(given, name) is not None:
@@ -218,17 +216,16 @@ def _run_defaults(kind: type[Train] | type[Finetune], arguments: Sequence[str]) 
         from samo.train.resolve import again
         from samo.train.run_dir import RunDir
 
-        recorded = RunDir.find(Path(given.resume)).config()
+        recorded = RunDir.find(given.resume).config()
         if recorded.kind != kind.kind:
             raise ConfigError(
                 f"'{given.resume}' is a run of samo {recorded.kind}; resume it with samo "
                 f"{recorded.kind} --resume {given.resume}"
             )
         base: Any = again(recorded)
-    elif given.config is not None:
-        base = read_toml(Path(given.config), KINDS[kind.kind])
     else:
-        return kind()
+        assert given.config is not None
+        base = read_toml(given.config, KINDS[kind.kind])
     names = [entry.name for entry in fields(kind) if hasattr(base, entry.name)]
     return kind(**{name: getattr(base, name) for name in names})
 

@@ -1,5 +1,6 @@
 """``samo prune``: a pruned model, or masks alone, and a summary."""
 
+import mmap
 import os
 import tempfile
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -28,8 +30,7 @@ from samo.pruning.zeros import refuse_zeros
 from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
 from samo.train.resolve import device_and_dtype, resolve_sparsity
-from samo.train.rules import check_ranges, pruning
-from samo.utils.disk_tensors import disk_copy
+from samo.train.rules import pruning
 from samo.utils.formatting import counted, duration
 
 __all__ = []
@@ -41,17 +42,13 @@ _SECONDS_BETWEEN_LINES: Final = 5.0
 
 def run(command: Prune) -> int:
     """Choose masks, write them or a pruned model, and show them."""
-    check_ranges(command)
-    _check_flags(command)
-    if command.out is not None:
-        _check_new(command.out)
     source = model_folders.find(command.source)
-    if source.hugging_face is not None:
-        _check_sparsity(command)
-    out = command.out or _default_out(command, source.hugging_face is not None)
+    is_language_model = source.hugging_face is not None
+    _check_flags(command, is_language_model=is_language_model)
+    out = command.out or _default_out(command, is_language_model=is_language_model)
     _check_new(out)
     is_folder = out.suffix != _MASK_FILE
-    if is_folder and source.hugging_face is None:
+    if is_folder and not is_language_model:
         raise ConfigError(
             f"--out must be a mask file for a model of samo train, such as {out}{_MASK_FILE}; "
             "folders are for Hugging Face models"
@@ -75,7 +72,7 @@ def run(command: Prune) -> int:
     return 0
 
 
-def _check_flags(command: Prune) -> None:
+def _check_flags(command: Prune, *, is_language_model: bool) -> None:
     needs_text = command.method in ("wanda", "sparsegpt") or command.scope == "owl"
     what = "--scope owl" if command.scope == "owl" else f"--method {command.method}"
     if needs_text and command.calibration is None:
@@ -90,19 +87,16 @@ def _check_flags(command: Prune) -> None:
             f"--method sparsegpt changes the weights that it keeps, so the masks in "
             f"'{command.out}' would not be enough; name a folder with --out"
         )
-
-
-def _check_sparsity(command: Prune) -> None:
-    """Refuse to guess for a language model: the default, for GPTs of samo train, would ruin it."""
-    if command.sparsity == AUTO and command.pattern is None and command.method != "zeros":
+    is_given = command.sparsity != AUTO or command.pattern is not None or command.method == "zeros"
+    if is_language_model and not is_given:  # the default, for GPTs of samo train, would ruin it
         raise ConfigError(
             "how much to prune? --sparsity or --pattern must say; 50-70 % is sensible for language "
             f"models, with wanda or sparsegpt: {prune_command(command.source)}"
         )
 
 
-def _default_out(command: Prune, is_hugging_face: bool) -> Path:
-    if is_hugging_face and command.method != "zeros":
+def _default_out(command: Prune, *, is_language_model: bool) -> Path:
+    if is_language_model and command.method != "zeros":
         return Path(f"{command.source.resolve().name}-pruned")
     return Path(f"masks{_MASK_FILE}")
 
@@ -129,6 +123,20 @@ def _move_to_disk(model: nn.Module, folder: Path) -> None:
             f"no room for a copy of the model in '{folder}': {error.strerror or error}; free some "
             "space, or choose another place with --out"
         ) from error
+
+
+def disk_copy(tensor: Tensor, folder: Path) -> Tensor:
+    """Return a copy of a CPU tensor in a file without a name, which ends with the tensor."""
+    if not tensor.numel():
+        return tensor.detach().clone()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # a full disk must show here, not as a bus error later
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+        else:
+            file.truncate(tensor.nbytes)
+        memory = mmap.mmap(file.fileno(), tensor.nbytes)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor.detach())
 
 
 def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:

@@ -1,6 +1,6 @@
 """A model and its tokenizer, whichever command made them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -23,8 +23,6 @@ __all__ = []
 class RunText:
     """A GPT of ``samo train`` and the tokenizer of its run."""
 
-    has_chat = False
-
     def __init__(self, model: GPT, path: Path) -> None:
         self._model: Final = model
         self._tokenizer: Final = _open_tokenizer(RunDir.find(path))
@@ -40,10 +38,6 @@ class RunText:
                 "out what its training text did not have"
             )
         return tokens
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
-        """A GPT of ``samo train`` continues texts, and knows no conversations."""
-        raise NotImplementedError
 
     def stream(
         self,

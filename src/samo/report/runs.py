@@ -113,15 +113,7 @@ def _timeline(line: events.Scheduled | None) -> Timeline | None:
 def read_run(path: str | Path) -> Run:
     """Read a run folder; raise RunError if it is none."""
     folder = RunDir(Path(path))
-    if not folder.run_file.is_file():
-        found = "it has no run.json" if folder.path.exists() else "it does not exist"
-        runs = [f"'{file.parent}'" for file in sorted(folder.path.glob("*/run.json"))]
-        hint = (
-            f"its runs: {', '.join(runs[:3])}"
-            if runs
-            else "a folder that samo train or samo finetune wrote"
-        )
-        raise RunError(f"'{path}' is not a run folder: {found}; pass {hint}")
+    folder.check_is_run()
     if folder.metrics.exists() and not folder.metrics.is_file():  # a pipe would block
         raise RunError(f"'{folder.metrics}' is not a regular file; leave this run out")
     return Run(folder.path, folder.read_run(), *read_events(folder.metrics))

@@ -6,7 +6,7 @@ dense one on the way. Others are opened on the CPU, in the dtype of their files,
 
 import logging
 import shutil
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,8 +37,8 @@ from samo.models.generate import Sampling
 from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import refuse_zeros
-from samo.train.config import AUTO
-from samo.train.finetune_config import FinetuneConfig
+from samo.train.config import AUTO, with_values
+from samo.train.finetune_config import FinetuneConfig, FinetuneModel
 from samo.train.launch_env import prune_command
 from samo.train.learner import Learner, compression
 from samo.train.planning import choose_layout
@@ -75,13 +75,12 @@ class CausalLMSubject(Subject):
                 )
             folder_files.check_entries(self._folder)
             return
-        source = find(config.source).hugging_face
+        source = find(config.source).hugging_face  # in which nothing is a link
         if source is None:
             raise ConfigError(
                 f"'{config.source}' is a GPT of samo train; train it on with samo train TEXT "
                 f"--init {config.source}/checkpoints/last"
             )
-        folder_files.check_entries(source)
         self._folder = source
 
     # The data
@@ -110,7 +109,7 @@ class CausalLMSubject(Subject):
             vocab_size=known,
             is_packed=data.pack,
         )
-        model, size = replace(self.config.model, context=context), self.config.run.batch_size
+        size = self.config.run.batch_size
         rows = Batches(train, context=context, batch_size=size, seed=self.config.run.seed)
         taken = size * self.config.run.accumulate
         if taken > rows.num_windows:
@@ -120,7 +119,7 @@ class CausalLMSubject(Subject):
                 counted(rows.num_windows, "sequence"),
                 f"{taken:,}",
             )
-        self.config = with_steps(replace(self.config, model=model), rows.num_windows)
+        self.config = with_steps(with_values(self.config, context=context), rows.num_windows)
         self.text = Text(tokenizer, train, valid, known)
         return self.text
 
@@ -135,11 +134,7 @@ class CausalLMSubject(Subject):
         teacher = self._open_teacher(model)
         found = choose_layout(config, model, masks, teacher, ranks.num_replicas)
         weights, state, self.reason = ranks.all_gather("weights and state", found)[0]
-        self.config = replace(
-            config,
-            run=replace(config.run, weights=weights),
-            optim=replace(config.optim, state=state),
-        )
+        self.config = with_values(config, weights=weights, state=state)
         dtypes = compression(self.config, ranks)
         freeze = causal_lm.freeze_embeddings_ if config.model.freeze_embeddings else None
         if next(model.parameters()).is_meta:
@@ -160,7 +155,7 @@ class CausalLMSubject(Subject):
             model,
             self.config,
             ranks=ranks,
-            loss_sum=_Loss(config, teacher),
+            loss_sum=partial(_loss_sum, teacher=teacher, how=config.model),
             blocks=lambda model: find_blocks(model)[1],
         )
 
@@ -261,24 +256,20 @@ class CausalLMSubject(Subject):
             shutil.rmtree(draft.parent)
 
 
-class _Loss:
-    """The sum of the losses of a batch, those of training with the teacher's part."""
-
-    def __init__(self, config: FinetuneConfig, teacher: nn.Module | None) -> None:
-        self._teacher = teacher
-        self._share, self._temperature = config.model.distill, config.model.temperature
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs: dict[str, Any] = {"input_ids": batch.inputs_BT, "use_cache": False}
-        if batch.positions_BT is not None:
-            inputs["position_ids"] = batch.positions_BT
-        more: dict[str, Any] = {}
-        if self._teacher is not None and torch.is_grad_enabled():
-            with torch.no_grad():
-                logits = deferred_logits(self._teacher, **inputs)
-            more["distillation"] = Distillation(logits, self._share, self._temperature)
-        targets_BT = batch.targets_BT
-        loss: Tensor = model(
-            **inputs, labels=targets_BT, shift_labels=targets_BT, num_items_in_batch=1, **more
-        ).loss
-        return loss
+def _loss_sum(
+    model: nn.Module, batch: Batch, *, teacher: nn.Module | None, how: FinetuneModel
+) -> Tensor:
+    """Return the sum of the losses of a batch, those of training with the teacher's part."""
+    inputs: dict[str, Any] = {"input_ids": batch.inputs_BT, "use_cache": False}
+    if batch.positions_BT is not None:
+        inputs["position_ids"] = batch.positions_BT
+    more: dict[str, Any] = {}
+    if teacher is not None and torch.is_grad_enabled():
+        with torch.no_grad():
+            logits = deferred_logits(teacher, **inputs)
+        more["distillation"] = Distillation(logits, how.distill, how.temperature)
+    targets_BT = batch.targets_BT
+    loss: Tensor = model(
+        **inputs, labels=targets_BT, shift_labels=targets_BT, num_items_in_batch=1, **more
+    ).loss
+    return loss

@@ -9,7 +9,7 @@ help, and its type may carry its `Range`. "auto" is a value that follows from ot
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
@@ -300,3 +300,16 @@ class TrainConfig:
     def name(self) -> str:
         """What a run is called by default."""
         return self.data.train[0].stem
+
+
+def with_values(settings: Value, **values: Any) -> Value:
+    """Return settings with other values, each in the first section that has its name."""
+    config: Any = settings
+    sections = {}
+    for section in fields(config):
+        if is_dataclass(section.type):
+            own = getattr(config, section.name)
+            names = [entry.name for entry in fields(own) if entry.name in values]
+            sections[section.name] = replace(own, **{name: values.pop(name) for name in names})
+    assert not values, f"no section has {', '.join(values)}"
+    return replace(config, **sections)

@@ -1,6 +1,6 @@
 """The model and the data of ``samo train``: a GPT, and a text."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from samo.errors import DataError
 from samo.models.generate import generate
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
-from samo.train.config import AUTO, TrainConfig
+from samo.train.config import AUTO, TrainConfig, with_values
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.planning import check_memory
@@ -60,7 +60,7 @@ class GPTSubject(Subject):
                 files = ", ".join(f"'{path.name}'" for path in paths)
                 raise DataError(f"the text {name} ({files}): {error}") from None
         size = max(train.vocab_size, valid.vocab_size)
-        self.config = replace(self.config, data=replace(data, vocab_size=size))
+        self.config = with_values(self.config, vocab_size=size)
         self.text = Text(tokenizer, train, valid, size)
         return self.text
 

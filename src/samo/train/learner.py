@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +81,8 @@ class Learner:
 
     will_compile: bool  # in the next step
     _caches_casts = True
+    # That a rank evaluates: its part of the last batch may have none, and all gather weights.
+    _least_rows = 1
     _rates: list[float]  # factors of the learning rate, for each parameter group
     _ddp: DistributedDataParallel | None
 
@@ -212,12 +214,7 @@ class Learner:
         with self.in_eager():
             for batch in batches:
                 num_tokens += batch.num_tokens
-                # The last batch may be too small for all ranks. With FSDP2 a rank without sequences
-                # takes part in gathering weights all the same.
-                if not len(batch.inputs_BT) and isinstance(self.model, FSDPModule):
-                    batch = _without_targets(batch)
-                if len(batch.inputs_BT):
-                    total += float(self._loss_sum(batch, self.model))
+                total += float(self._loss_sum(padded(batch, self._least_rows), self.model))
         self.model.train()
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # or its parameters stay gathered until the next backward
@@ -340,7 +337,11 @@ class Learner:
             init_sync=is_first,
         )
         if self._reduces_bf16:
-            self._ddp.register_comm_hook(self.ranks.data, _reduce_bf16)
+            self._ddp.register_comm_hook(
+                self.ranks.data,
+                # torch refuses this hook by its name without NCCL.
+                lambda group, bucket: bf16_compress_hook(group, bucket),
+            )
 
     # What the trainer records
 
@@ -409,15 +410,13 @@ def _sum(parts: Iterable[Mapping[Any, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _reduce_bf16(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    """Reduce gradients in bfloat16: torch's own hook, which it refuses by name without NCCL."""
-    return bf16_compress_hook(group, bucket)
-
-
-def _without_targets(batch: Batch) -> Batch:
-    """Return a batch of one sequence without targets, which adds nothing to the loss."""
-    tokens_BT = batch.inputs_BT.new_zeros(1, batch.inputs_BT.shape[1])
-    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), batch.num_tokens, batch.num_read)
+def padded(batch: Batch, least: int) -> Batch:
+    """Return a batch of ``least`` sequences or more: those it lacks add nothing to the loss."""
+    missing = max(least - len(batch.inputs_BT), 0)
+    rows = (0, 0, 0, missing)
+    places_BT = batch.positions_BT
+    return batch._replace(
+        inputs_BT=F.pad(batch.inputs_BT, rows),
+        targets_BT=F.pad(batch.targets_BT, rows, value=IGNORE),
+        positions_BT=None if places_BT is None else F.pad(places_BT, rows),
+    )

@@ -15,11 +15,11 @@ from samo.models.chunked_loss import MAX_LOGITS
 from samo.planner.configs import from_module
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout, peak
-from samo.planner.network import ENDS, gpt
+from samo.planner.network import ENDS, Network, gpt
 from samo.planner.search import choose, dense_phase, layouts
 from samo.planner.sparsity import pruned_by_masks
 from samo.planner.this_machine import this_cluster
-from samo.train.config import AUTO, TrainConfig
+from samo.train.config import AUTO, TrainConfig, with_values
 from samo.train.finetune_config import Config, FinetuneConfig
 from samo.train.launch_env import num_ranks
 from samo.train.resolve import gpt_config
@@ -46,7 +46,7 @@ def planned(config: TrainConfig, resolved: TrainConfig) -> TrainConfig:
         ConfigError: No layout that the settings allow fits.
     """
     count = dist.get_world_size() if dist.is_initialized() else num_ranks()
-    cluster, job = this_cluster(resolved.run.device, count), _job(resolved)
+    cluster, job = this_cluster(resolved.run.device, count), _gpt_job(resolved)
     among = []
     # A pass is a batch; without a pipeline it is not cut.
     for layout in layouts(replace(job, batch=config.run.batch_size), cluster, _scheme(config)):
@@ -84,7 +84,7 @@ def layout_of(config: Config, num_replicas: int) -> Layout:
 def check_memory(config: TrainConfig, num_replicas: int) -> None:
     """Refuse a model that takes more than all memory of the device, before it takes any."""
     run, pipe = config.run, config.mesh.pipe
-    job, layout = _job(config), layout_of(config, num_replicas)
+    job, layout = _gpt_job(config), layout_of(config, num_replicas)
     when, needed = "at the start", 4.0 * job.network.num_params / pipe  # fp32, until compressed
     if run.mode == "dense" or _has_dense_phase(config):
         dense = replace(layout, scheme="autocast", weights="resident", state="exact", shard=False)
@@ -101,15 +101,17 @@ def check_memory(config: TrainConfig, num_replicas: int) -> None:
         )
 
 
-def _job(config: TrainConfig) -> Job:
-    run = config.run
+def _gpt_job(config: TrainConfig) -> Job:
     network = gpt(gpt_config(config.model, _vocab_size(config)))
-    return Job(
-        network=network.pruned(0.0 if run.mode == "dense" else config.prune.sparsity),
-        batch=run.batch_size * run.accumulate,
-        context=config.model.context,
-        dtype=run.dtype,
+    return _job(
+        config, network.pruned(0.0 if config.run.mode == "dense" else config.prune.sparsity)
     )
+
+
+def _job(config: Config, network: Network) -> Job:
+    run = config.run
+    batch, context = run.batch_size * run.accumulate, config.model.context
+    return Job(network=network, batch=batch, context=context, dtype=run.dtype)
 
 
 def _has_dense_phase(config: TrainConfig) -> bool:
@@ -143,14 +145,10 @@ def _applied(
     if own.pipe > 1:
         rows = config.run.batch_size // own.data
         found["micro_batches"] = min(-(-rows // own.micro_batch), rows)
-    free, sections = set(), {}
-    for name in ("model", "optim", "run", "mesh"):
-        asked = getattr(config, name)
-        own_free = {n for n in found if getattr(asked, n, "") in ("auto", None)}
-        sections[name] = replace(getattr(resolved, name), **{n: found[n] for n in own_free})
-        free |= own_free
-    sections["mesh"] = replace(sections["mesh"], planned=tuple(sorted(free)), reason=reason)
-    return replace(resolved, **sections)
+    sections = config.model, config.optim, config.run, config.mesh
+    asked = {name: getattr(own, name) for own in sections for name in found if hasattr(own, name)}
+    free = {name: value for name, value in sorted(found.items()) if asked[name] in (AUTO, None)}
+    return with_values(resolved, **free, planned=tuple(free), reason=reason)
 
 
 def _with_dense_phase(among: list[Layout], job: Job, cluster: Cluster) -> list[Layout]:
@@ -194,12 +192,6 @@ def choose_layout(
     network = pruned_by_masks(network, masks)
     if config.model.freeze_embeddings:
         network = network.with_frozen([kind for kind in ENDS if not network.sparsity[kind]])
-    job = Job(
-        network=network,
-        batch=run.batch_size * run.accumulate,
-        context=config.model.context,
-        dtype=run.dtype,
-    )
     cluster = this_cluster(run.device, ranks)
     if teacher is not None:
         taken = sum(param.nbytes for param in teacher.parameters())
@@ -207,5 +199,5 @@ def choose_layout(
         cluster = replace(cluster, hardware=replace(cluster.hardware, memory_bytes=left))
     own = layout_of(config, ranks)
     among = [replace(own, weights=w, state=s) for w, s in itertools.product(weights, states)]
-    best, reason = choose(job, cluster, among, budgets=asked[0] == "auto")
+    best, reason = choose(_job(config, network), cluster, among, budgets=asked[0] == "auto")
     return best.layout.weights, best.layout.state, reason

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from samo.errors import ConfigError
 from samo.models.shapes import SHAPES, GPTConfig
 from samo.pruning.pattern import parse_pattern, pattern_sparsity
-from samo.train.config import AUTO, MeshConfig, ModelConfig, TrainConfig, Weights
+from samo.train.config import AUTO, MeshConfig, ModelConfig, TrainConfig, Weights, with_values
 from samo.train.finetune_config import KINDS, Config, FinetuneConfig
 from samo.train.metrics import is_installed
 from samo.train.rules import CHANGING, MOVING, check_ranges, flag, problems
@@ -56,12 +56,10 @@ def resolve(config: Kind) -> Kind:
     """
     if config.run.wandb is not None and not is_installed("wandb"):
         raise ConfigError("--wandb needs a package that is missing: pip install wandb")
-    run: Any = config.run
-    if config.mesh.shard == "weights" and run.weights == "resident":  # but shards are streamed
-        config = replace(config, run=replace(run, weights=AUTO))
+    if config.mesh.shard == "weights" and config.run.weights == "resident":
+        config = with_values(config, weights=AUTO)  # but shards are streamed
     kind = KINDS[config.kind]
-    for section in fields(kind):
-        check_ranges(getattr(config, section.name))
+    check_ranges(config)
     if isinstance(config, FinetuneConfig):
         values = _finetune_values(config)
     else:
@@ -135,13 +133,13 @@ def _finetune_values(config: FinetuneConfig) -> dict[str, Any]:
 
 def with_steps(config: FinetuneConfig, sequences: int) -> FinetuneConfig:
     """Return settings whose steps and warmup follow from the sequences of an epoch."""
-    run, optim = config.run, config.optim
+    run = config.run
     taken = run.batch_size * run.accumulate
     epochs = _given(run.epochs, 1.0)
     steps = _given(run.steps, max(1, math.ceil(epochs * sequences / taken)))
-    warmup_steps = _given(optim.warmup_steps, math.ceil(0.03 * steps))
-    run = replace(run, steps=steps, epochs=AUTO)  # the steps say it from here on
-    return replace(config, run=run, optim=replace(optim, warmup_steps=warmup_steps))
+    warmup_steps = _given(config.optim.warmup_steps, math.ceil(0.03 * steps))
+    # The steps say it from here on.
+    return with_values(config, steps=steps, epochs=AUTO, warmup_steps=warmup_steps)
 
 
 # Runs that resume

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
 
@@ -47,9 +47,14 @@ def doubts(config: Config) -> Iterator[str]:
 
 
 def check_ranges(settings: Any) -> None:
-    """Refuse settings of a dataclass that are out of their `Range`; "auto" never is."""
+    """Refuse settings of a dataclass and its sections that are out of their `Range`.
+
+    "auto" never is.
+    """
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         value = getattr(settings, name)
+        if is_dataclass(value):
+            check_ranges(value)
         values = value.values() if isinstance(value, dict) else value
         numbers = values if isinstance(value, tuple | dict) else (value,)
         for number, limits in itertools.product(numbers, _ranges(hint)):

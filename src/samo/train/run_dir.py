@@ -86,14 +86,19 @@ class RunDir:
         """Return the folder of a run, given by its path or that of a checkpoint; not locked."""
         is_checkpoint = path.parent.name == "checkpoints" and not (path / "run.json").exists()
         run = cls(path.parent.parent if is_checkpoint else path)
-        if not run.run_file.is_file():
-            what = "has no run.json" if path.exists() else "does not exist"
-            raise RunError(
-                f"'{path}' is not a run folder: it {what}; --resume takes a folder that samo "
-                "train or samo finetune made (--out)"
-            )
+        run.check_is_run()
         run._check_own()
         return run
+
+    def check_is_run(self) -> None:
+        """Refuse a folder that no run has made."""
+        if self.run_file.is_file():
+            return
+        found = "has no run.json" if self.path.exists() else "does not exist"
+        runs = [f"'{file.parent}'" for file in sorted(self.path.glob("*/run.json"))]
+        hint = "a folder that samo train or samo finetune made (--out)"
+        hint = f"its runs: {', '.join(runs[:3])}" if runs else hint
+        raise RunError(f"'{self.path}' is not a run folder: it {found}; pass {hint}")
 
     def _check_own(self) -> None:
         """Refuse links, pipes and devices that the run would read, or write through."""
@@ -182,8 +187,7 @@ def check_free(path: Path) -> None:
     with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
     # The exceptions are left by a start that was killed.
-    left = {"data", "hugging-face", "run.lock"}
-    others = {n for n in found - left if not n.startswith(".run.json.")}
+    others = {n for n in found - {"data", "hugging-face"} if not n.startswith(".run.json.")}
     if others:
         raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samo.data.batches import IGNORE, Batch, part_of
+from samo.data.batches import Batch, part_of
 from samo.errors import MaskError
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT, draw_weights
@@ -44,7 +44,7 @@ class StagedLearner(Learner):
         torch.manual_seed(config.run.seed)
         weights = draw_weights(shape, lambda name: name in own | tied, config.run.device)
         rows = part_of(config.run.batch_size, ranks.part)
-        self._rows: Final = rows.stop - rows.start
+        self._least_rows = rows.stop - rows.start  # one for each micro-batch
         self._divisor = 1.0
         self._pipeline: Final = Pipeline(
             whole,
@@ -78,11 +78,8 @@ class StagedLearner(Learner):
 
     def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
         self._divisor = 1.0
-        missing = max(self._rows - len(batch.inputs_BT), 0)  # one row for each micro-batch
-        inputs_BT = F.pad(batch.inputs_BT, (0, 0, 0, missing))
-        targets_BT = F.pad(batch.targets_BT, (0, 0, 0, missing), value=IGNORE)
         with self._autocast():
-            return self._pipeline.eval(inputs_BT, target=targets_BT)
+            return self._pipeline.eval(batch.inputs_BT, target=batch.targets_BT)
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         total = F.cross_entropy(

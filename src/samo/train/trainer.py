@@ -24,7 +24,6 @@ from samo.checkpoint import copy as copy_checkpoint, staging
 from samo.data.batches import Batch, validation_batches
 from samo.data.examples import Examples
 from samo.errors import CheckpointError, DataError, RunError, SamoError
-from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.train import events
 from samo.train.checkpointing import RunState, Saver
@@ -56,7 +55,6 @@ class Result(NamedTuple):
     step: int  # steps taken
     valid_loss: float | None  # of the last validation
     signal: int | None  # the signal that interrupted it; None if it is complete
-    sample: str | None  # the text that the model has generated
     ledger: Ledger | None  # the bytes of its state, if it was compressed
 
 
@@ -200,7 +198,6 @@ class Trainer:
         self.saver = Saver(folder, state)
         self.reporter = Reporter(listeners)
         self.report = self.reporter.on
-        self.sample: str | None = None
         self.nonfinite_lines = 0
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
 
@@ -230,7 +227,6 @@ class Trainer:
             step=self.progress.step,
             valid_loss=self.progress.valid_loss,
             signal=signal,
-            sample=self.sample,
             ledger=self.learner.ledger(),
         )
         staging.release()
@@ -260,29 +256,21 @@ class Trainer:
         return None
 
     def start_fresh(self) -> None:
-        """Tell what is read, and how a model starts that comes pruned."""
-        train, valid, sequences = self.text.train, self.text.valid, self.batches.num_windows
+        """Tell what is read; validate a model that comes pruned: the loss to compare with."""
+        text, sequences = self.text, self.batches.num_windows
+        tokens, valid_tokens = text.train.num_tokens, text.valid.num_tokens
         self.report(
-            events.Opened(
-                step=0,
-                tokens=train.num_tokens,
-                sequences=sequences,
-                valid_tokens=valid.num_tokens,
-            )
+            events.Opened(step=0, tokens=tokens, sequences=sequences, valid_tokens=valid_tokens)
         )
-        if self.learner.masks is not None:
-            self.start_pruned(self.learner.masks)
-
-    def start_pruned(self, masks: Masks) -> None:
-        """Tell how a model starts that comes pruned, and validate it: the loss to compare with."""
         if self.subject.reason:
             self.report(events.Chosen(step=0, reason=self.subject.reason))
-        kept, numel, sparsity = masks.kept, masks.numel, masks.sparsity
-        self.report(
-            events.Pruned(step=0, kept=kept, numel=numel, sparsity=sparsity, reason="masks")
-        )
-        self.evaluate()
-        self.progress.best_loss = None  # of those that a checkpoint holds
+        if (masks := self.learner.masks) is not None:
+            kept, numel, sparsity = masks.kept, masks.numel, masks.sparsity
+            self.report(
+                events.Pruned(step=0, kept=kept, numel=numel, sparsity=sparsity, reason="masks")
+            )
+            self.evaluate()
+            self.progress.best_loss = None  # of those that a checkpoint holds
 
     def loop(self) -> int | None:
         """Take steps until the last one or a signal, which is returned."""
@@ -486,9 +474,8 @@ class Trainer:
             return
         if ranks.is_first:
             decode, length = self.text.tokenizer.decode, len(prompt_T)
-            self.sample = decode(tokens_T[length:].numpy())
-            prompt = decode(tokens_T[:length].numpy())
-            self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=self.sample))
+            prompt, text = (decode(t.numpy()) for t in (tokens_T[:length], tokens_T[length:]))
+            self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=text))
 
     def synchronize(self) -> None:
         """Wait for queued kernels, so that their time counts as training time."""
