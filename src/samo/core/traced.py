@@ -92,7 +92,8 @@ class TracedExpansion(Expansion):
         return TracedExpansion(values, layout, self._dtype, is_flipped)
 
     def _expand(self) -> Tensor:
-        dense = track(self._param, None, self._layout, self._dtype)
+        layout: Any = self._layout
+        dense = track(self._param, None, layout, self._dtype)
         return dense.transpose(-2, -1) if self._is_flipped else dense
 
     @property

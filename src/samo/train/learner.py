@@ -116,9 +116,10 @@ class Learner:
         self._reduced_bytes = 0
         self._is_compiled = config.run.compile
         if self._is_compiled:  # larger units would delay the reduction of gradients between ranks
-            launch_statically()
+            if BACKEND == "inductor":
+                launch_statically()
             for block in blocks(model):
-                block.compile(backend=BACKEND)
+                block.compile(fullgraph=True, backend=BACKEND)
         self.opt: torch.optim.Optimizer
         self.device = next(model.parameters()).device
         if isinstance(model, CompressedModule):
