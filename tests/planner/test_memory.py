@@ -18,7 +18,7 @@ from samo.models.gpt import GPT, GPTConfig
 from samo.planner.configs import from_module
 from samo.planner.memory import Job, Layout, peak, stage_state, stages
 from samo.planner.sparsity import pruned_by_masks
-from tests.meters import LiveBytes, live_storages
+from tests.meters import NewBytes
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(num_layers=5, width=96, num_heads=4, context=96, vocab_size=700)
@@ -64,18 +64,6 @@ def loss_of(model: Any) -> torch.Tensor:
         return loss
     found: torch.Tensor = model(tokens, tokens)
     return found
-
-
-class NewBytes(LiveBytes):
-    """Counts what is made under it, and not what an operation writes into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known = {*live_storages()}
-
-    def see(self, tensor: torch.Tensor) -> None:
-        if tensor.untyped_storage().data_ptr() not in self.known:
-            super().see(tensor)
 
 
 def measured(
