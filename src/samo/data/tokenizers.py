@@ -13,6 +13,7 @@ from samo.errors import DataError, nearest
 
 __all__ = ["ByteTokenizer", "Tokenizer", "open_tokenizer"]
 
+MAX_VOCAB_SIZE: Final = 2**31
 _FILE: Final = "tokenizer.json"
 
 
@@ -97,6 +98,8 @@ class FastTokenizer:
         backend.no_padding()
         # The largest id, not the number of ids: some vocabularies have gaps.
         self.vocab_size = max(backend.get_vocab().values()) + 1
+        if self.vocab_size >= MAX_VOCAB_SIZE:
+            raise ValueError(f"it has the token {self.vocab_size - 1:,}")
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return the tokens of a text."""

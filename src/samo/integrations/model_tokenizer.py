@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from samo.data.files import MAX_VOCAB_SIZE
 from samo.data.rows import Chat, Completion, Example, Text
 from samo.data.tokenizers import FastTokenizer, naming
 from samo.errors import DataError, first_words
@@ -83,8 +82,6 @@ class ModelTokenizer(FastTokenizer):
                 raise ValueError("it has no tokenizer.json, and transformers cannot make one")
             fingerprint = hashlib.sha256(repr(contents).encode()).hexdigest()
             super().__init__(str(folder), path, fingerprint, backend)
-            if self.vocab_size >= MAX_VOCAB_SIZE:
-                raise ValueError(f"it has the token {self.vocab_size - 1:,}")
             bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
             self._bos: Final = [bos] if bos in self._tokenizer("").input_ids else []
             self._eos: Final = [] if eos is None else [eos]
