@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import samo
 from tests.integrations.tiny_lms import tiny_lm
@@ -49,8 +50,6 @@ def trained(family: str, **changes: Any) -> Any:
 
 def load(folder: Path, **options: Any) -> Any:
     """Load a folder as a user of transformers does."""
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 

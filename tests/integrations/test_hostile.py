@@ -14,6 +14,7 @@ from torch import Tensor
 import samo
 from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError, MaskError
+from samo.integrations.hf_quantizer import SamoConfig
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
 from tests.integrations.cases import load, pruned
 
@@ -196,8 +197,6 @@ def test_a_quantization_config_names_its_method(settings: Any, compressed: Path)
 
 
 def test_a_config_of_samo_is_for_compressed_folders(tmp_path: Path) -> None:
-    from samo.integrations.hf_quantizer import SamoConfig
-
     model, masks = pruned("Llama")
     folder = samo.export(model, tmp_path / "llama", masks=masks)
     with pytest.raises(ValueError, match="samo does require the model to be pre-quantized"):
