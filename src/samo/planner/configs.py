@@ -191,9 +191,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
 
     blocks = [block(gated(f), f, 0, 45)] * count
     if "experts" in traits:
-        experts, top = config.get("num_local_experts"), config["num_experts_per_tok"]
-        experts = experts or config["num_experts"]
-        inner = config.get("moe_intermediate_size", f)
+        experts = config.get("num_local_experts") or config["num_experts"]
+        top, inner = config["num_experts_per_tok"], config.get("moe_intermediate_size", f)
         share = {"stack": experts, "share": top / experts}
         mlp: tuple[Matrix, ...] = (
             Matrix("experts", d, 2 * inner, **share),
@@ -207,7 +206,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         mixed = block(mlp, wide, 6 * top * d + 4 * experts, 60 + 8 * experts)
         every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         blocks = [blocks[i] if i in plain or (i + 1) % every else mixed for i in range(count)]
-    if window := _window(config, family):
+    has_window = not family.startswith("qwen") or config.get("use_sliding_window")
+    if has_window and (window := config.get("sliding_window")):
         local = {layer: replace(layer, window=window) for layer in {*blocks}}
         period = {"gemma2": 2, "gemma3_text": 6}.get(family, 0)
         blocks = [
@@ -231,10 +231,3 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         context=config.get("max_position_embeddings", 2048),
         has_chunks=False,
     )
-
-
-def _window(config: Mapping[str, Any], family: str) -> int:
-    """Return the window of attention, 0 if there is none."""
-    if family.startswith("qwen") and not config.get("use_sliding_window"):
-        return 0
-    return int(config.get("sliding_window", 0))
