@@ -38,6 +38,12 @@ def pruned(family: str, sparsity: float = 0.9, **changes: Any) -> tuple[Any, sam
     return model, masks
 
 
+def exported(tmp_path: Path, format: Any, **changes: Any) -> Path:
+    """The folder of a pruned Llama."""
+    model, masks = pruned("Llama", **changes)
+    return samo.export(model, tmp_path / "llama", format=format, masks=masks)
+
+
 def trained(family: str, **changes: Any) -> Any:
     """A pruned model, compressed in bfloat16 and trained for a step."""
     model, masks = pruned(family, **changes)

@@ -13,8 +13,9 @@ from torch import nn
 import samo
 from samo.cli.main import main
 from samo.integrations.export import export
+from samo.integrations.folder_files import edit_config
 from samo.integrations.inspection import inspect_folder
-from tests.integrations.cases import IDS, causal_lm, pruned
+from tests.integrations.cases import IDS, causal_lm, exported, pruned
 
 SPARSITY = 0.8
 
@@ -90,15 +91,13 @@ def test_a_folder_with_bitmaps_is_counted_by_them(tmp_path: Path, format: Any, k
 
 
 def test_a_compressed_folder_that_does_not_fit_its_config_is_refused(tmp_path: Path) -> None:
-    model, masks = pruned("Llama", SPARSITY)
-    folder = export(model, tmp_path / "m", format="compressed", masks=masks)
+    folder = exported(tmp_path, "compressed")
     state = load_file(folder / "model.safetensors")
     state |= {"x": torch.ones(3), "x_bitmap": torch.ones(40).byte()}
     save_file(state, folder / "model.safetensors")
     with pytest.raises(samo.CheckpointError, match="is damaged: its model has no weight 'x'"):
         inspect_folder(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    edit_config(folder, num_hidden_layers=10**9)
     with pytest.raises(samo.CheckpointError, match="has 1,000,000,000 layers, and its files"):
         inspect_folder(folder)
 
