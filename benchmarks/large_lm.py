@@ -31,7 +31,7 @@ from benchmarks.contenders import UnavailableError, peer
 from benchmarks.measure import Row, arguments, show, write_rows
 from samo.cli.main import main as cli
 from samo.core.modules import named_weights
-from samo.integrations.causal_lm import freeze_embeddings_
+from samo.integrations.causal_lm import checkpoint_blocks, freeze_embeddings_
 from samo.mask.prunable import dense_parameters, prunable
 from samo.planner.public_models import PUBLIC
 
@@ -148,7 +148,7 @@ def take_steps(
     model: Any, opt: torch.optim.Optimizer, options: argparse.Namespace, device: torch.device
 ) -> Row:
     """Train on random bytes; return the median step after the first."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_blocks(model)
     samo.chunk_loss_(model.train())
     tokens = torch.randint(0, 256, (options.batch_size, options.context), device=device)
     times, loss = [], 0.0

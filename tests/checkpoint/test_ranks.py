@@ -438,13 +438,11 @@ def test_a_rank_that_dies_while_saving_is_named_on_all_others_and_harms_nothing(
 
 
 def test_a_lost_store_is_a_peer_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Store:
-        def set(self, key: str, value: str) -> None:
-            raise dist.DistNetworkError("[/src/x.cc:5] Connection reset by peer. Check the logs.")
-
+    lost = dist.DistNetworkError("[/src/x.cc:5] Connection reset by peer. Check the logs.")
+    store = Mock(**{"set.side_effect": lost})
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "group", Mock())
-    monkeypatch.setattr(dist, "PrefixStore", lambda *_: Store())
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: store)
     message = r"rank 1 lost the store of its process group, .*: Connection reset by peer\. Look"
     with pytest.raises(PeerError, match=message) as caught:
         ranks.Ranks([0, 1], "samo.save", 1.0).run_all("it", lambda: None)

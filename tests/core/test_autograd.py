@@ -361,6 +361,47 @@ def test_a_compiled_block_recomputes_in_its_own_graph(weights: Any) -> None:
 
 
 @ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_weight_of_a_compiled_block_is_one_node(weights: Any) -> None:
+    torch._dynamo.reset()
+    model, found = small_gpt(is_checkpointed=True), list[str]()
+    samo.compress_(model, samo.prune(model, sparsity=0.5), weights=weights)
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        nodes = [node for part in parts for node in part.graph.nodes]
+        found.extend(getattr(node.target, "__name__", "") for node in nodes)
+        return graph
+
+    block = model.blocks[0]
+    block.compile(backend=count, fullgraph=True)
+    block(model.embed(tokens()).detach(), True).sum().backward()
+    node = {"resident": "_track", "streamed": "product"}[weights]
+    assert found.count(node) == sum(1 for _ in named_weights(block))
+    assert "autograd_function_apply" not in found
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_compiled_code_may_transform_a_model_by_torch_func(weights: Any) -> None:
+    torch._dynamo.reset()
+    model = samo.compress_(mlp(), samo.prune(mlp(), sparsity=0.5), weights=weights)
+
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    x = torch.randn(4, model[0].in_features)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).square().sum()
+
+    slopes = torch.func.grad(loss, argnums=(0, 1))
+    ours = torch.compile(slopes, backend="aot_eager", fullgraph=True)(params, x)
+    model(x.requires_grad_()).square().sum().backward()
+    assert torch.equal(ours[1], x.grad)
+    for name, param in model.named_parameters():
+        assert torch.equal(ours[0][name], param.grad)
+
+
+@ignores_dynamo
 def test_a_compiled_model_and_optimizer_train_as_masked_dense() -> None:
     """The steps of both are compiled: torch's compiled and eager AdamW are 4e-7 apart."""
     torch._dynamo.reset()

@@ -16,15 +16,14 @@ from samo.errors import ConfigError
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_the_missing_size_is_found(pipe: int, data: int) -> None:
     ranks = pipe * data
-    assert check_sizes({"pipe": pipe, "data": None}, ranks) == {"pipe": pipe, "data": data}
-    assert check_sizes({"pipe": pipe, "data": data}, ranks) == {"pipe": pipe, "data": data}
+    assert check_sizes(pipe, None, ranks) == check_sizes(pipe, data, ranks) == (pipe, data)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     fitting = "these do: pipe=1 x data=4, pipe=2 x data=2, pipe=4 x data=1"
     for data, asked in ((2, "pipe=3 x data=2"), (None, "pipe=3")):
         with pytest.raises(ValueError, match=f"{asked} does not make up 4 ranks; {fitting}"):
-            check_sizes({"pipe": 3, "data": data}, 4)
+            check_sizes(3, data, 4)
 
 
 @pytest.mark.parametrize(
@@ -64,18 +63,6 @@ def test_ranks_share_gpus_without_nccl_and_warn_once(
         join("cuda", timedelta(seconds=1), None)
     assert found == chosen
     assert len(caplog.messages) == (num_gpus < 3)
-
-
-def test_a_mesh_reads_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    settings = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    for name, value in {**settings, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-        monkeypatch.setenv(name, str(value))
-    try:
-        first, second = samo.mesh(device="cpu"), samo.mesh(pipe=1, data=1, device="cpu")
-        assert first["data"].size() == second["pipe"].size() == 1
-    finally:
-        dist.destroy_process_group()
 
 
 def test_an_environment_that_no_launcher_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

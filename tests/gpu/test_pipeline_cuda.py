@@ -8,8 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import samo
+from samo.pipeline.runner import Batch
 from tests.pipeline.cases import next_token_loss, optimizer, reference, tiny_gpt, tokens
-from tests.pipeline.local import train_two_stages
+from tests.pipeline.local import check_trained, run_threads, transports
 from tests.ranks import run_ranks
 
 
@@ -132,14 +133,7 @@ def test_two_streams_of_one_process_equal_one(width: int) -> None:
     def loss(number: int, output: torch.Tensor) -> torch.Tensor:
         return output.square().mean() * (number + 1)
 
-    results = train_two_stages(stages, inputs, loss, torch.cuda)
-    for _ in range(3):
-        losses = []
-        for number, (x,) in enumerate(inputs):
-            losses.append(loss(number, whole[1](whole[0](x))))
-            losses[-1].backward()
-    for found in results:
-        torch.testing.assert_close(found[-1], sum(losses[1:], losses[0]).detach())
-    for mine, theirs in zip(stages, whole):
-        for param, wanted in zip(mine.parameters(), theirs.parameters()):
-            torch.testing.assert_close(param.grad, wanted.grad)
+    batches = [Batch(6, inputs), Batch(6, loss=loss)]
+    both = transports(inputs[0][0].device, torch.cuda)
+    results = run_threads(both, stages, batches, steps=3, cuda=torch.cuda)
+    check_trained(stages, whole, results, inputs, loss)

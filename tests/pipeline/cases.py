@@ -1,5 +1,6 @@
 """Models, batches and the one-process reference that pipelines are compared with."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,18 @@ def compress(module: nn.Module, whole: nn.Module, sparsity: float = 0.9, **setti
     names = dict(module.named_parameters(remove_duplicate=False))
     mine = samo.Masks({name: masks[name] for name in masks if name in names})
     samo.compress_(module, mine, kernels="reference", **settings)
+
+
+def pipeline_of(
+    whole: nn.Module, mesh: Any, micro_batches: int, *, is_compressed: bool, **settings: Any
+) -> samo.Pipeline:
+    """Return a copy of a model as a pipeline, compressed with the masks of the whole or not."""
+    layers = copy.deepcopy(whole)
+    settings = {"timeout_s": 20} | settings
+    pipeline = samo.Pipeline(layers, next_token_loss, mesh, micro_batches, **settings)
+    if is_compressed:
+        compress(pipeline.module, whole)
+    return pipeline
 
 
 def accumulate(

@@ -1,45 +1,24 @@
-"""The transport for NCCL between two threads of one process, over copies in place of NCCL."""
+"""Ranks as threads of one process; the transport for NCCL, over copies in place of NCCL."""
 
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from samo.errors import PeerError
 from samo.pipeline.peers import Peers
-from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.runner import Batch, Runner, as_tuple
 from samo.pipeline.transport.nccl import NcclTransport
-from samo.pipeline.transport.tcp import Link
+from samo.pipeline.transport.tcp import Link, Transport
 
-
-class HostEvent:
-    def query(self) -> bool:
-        return True
-
-
-class HostStream:
-    def record_event(self) -> HostEvent:
-        return HostEvent()
-
-    def wait_event(self, event: HostEvent) -> None: ...
-
-
-class Host:
-    """Stands for ``torch.cuda`` on a CPU, where everything is done at once."""
-
-    def Stream(self, device: object = None) -> HostStream:  # noqa: N802
-        return HostStream()
-
-    def current_stream(self, device: object = None) -> HostStream:
-        return HostStream()
-
-    def stream(self, stream: HostStream) -> AbstractContextManager[None]:
-        return nullcontext()
+Network = Callable[..., list[Transport]]
 
 
 class Work:
@@ -53,7 +32,10 @@ class Work:
 
 
 class LocalComm:
-    """A directed link: a copy on a stream of its own, once both sides have posted."""
+    """A directed link: a copy on a stream of its own, once both sides have posted.
+
+    ``cuda`` is torch.cuda; on a CPU a mock, all of whose events have happened.
+    """
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self.cuda, self.stream = cuda, cuda.Stream(device)
@@ -89,43 +71,80 @@ class LocalTransport(NcclTransport):
             super()._hand_over(body)
 
 
+def ends(**settings: Any) -> list[Link]:
+    """Return both ends of a link over TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sockets = [socket.create_connection(server.getsockname()), server.accept()[0]]
+    for one in sockets:
+        one.setblocking(False)
+    return [Link(one, **settings) for one in sockets]
+
+
 def transports(device: torch.device, cuda: Any) -> list[LocalTransport]:
-    """Return both ends of a link."""
-    ends = socket.socketpair()
+    """Return both ends of a link for NCCL."""
     comms = LocalComm(cuda, device), LocalComm(cuda, device)
     found = []
-    for place, end in enumerate(ends):
-        end.setblocking(False)
-        links = {1 - place: Link(end, has_bodies=False)}
+    for place, link in enumerate(ends(has_bodies=False)):
         both = {1 - place: comms if place == 0 else comms[::-1]}
-        found.append(LocalTransport(place, (0, 1), links, device, both, cuda))
+        found.append(LocalTransport(place, (0, 1), {1 - place: link}, device, both, cuda))
     return found
 
 
-def train_two_stages(
+def run_threads(
+    transports: Sequence[Transport],
     stages: list[nn.Module],
-    inputs: list[tuple[Tensor, ...]],
-    loss: Callable[[int, Any], Tensor],
-    cuda: Any,
-    batches: int = 3,
+    batches: list[Batch],
+    *,
+    steps: int,
+    timeout_s: float = 30.0,
+    cuda: Any = None,
 ) -> list[Any]:
-    """Train two stages in two threads, each on a stream of its own; return losses or errors."""
-    device, count = inputs[0][0].device, len(inputs)
-    ends = transports(device, cuda)
+    """Run the batch of each rank in a thread, some times; return the losses or errors of each."""
+    cuda = cuda or MagicMock()
+    ready = cuda.current_stream().record_event()
 
-    def work(place: int) -> Any:
-        stream = cuda.Stream(device)
+    def work(rank: int) -> Any:
+        own = stages[rank :: len(batches)]
+        runner = Runner(own, Peers(transports[rank], timeout_s), [2] * len(own))
+        stream = cuda.Stream()
         stream.wait_event(ready)
         with cuda.stream(stream):
-            runner = Runner([stages[place]], Peers(ends[place], timeout_s=30), [2])
-            batch = Batch(count, inputs if place == 0 else None, loss if place == 1 else None)
-            found = [runner.run(lambda: batch) for _ in range(batches)]
-        stream.synchronize() if device.type == "cuda" else None
-        return found
+            try:
+                losses = [runner.run(lambda: batches[rank]) for _ in range(steps)]
+                stream.synchronize()
+                return losses
+            except Exception as error:
+                with pytest.raises(PeerError, match="the pipeline failed earlier"):
+                    runner.run(lambda: batches[rank])
+                return error
 
-    ready = cuda.current_stream(device).record_event()
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(work, range(2)))
-    for end in ends:
-        end.close()
+    with ThreadPoolExecutor(len(batches)) as pool:
+        results = list(pool.map(work, range(len(batches))))
+    for transport in transports:
+        transport.close()
     return results
+
+
+def check_trained(
+    stages: list[nn.Module],
+    whole: list[nn.Module],
+    results: list[list[Tensor]],
+    inputs: list[tuple[Tensor, ...]],
+    loss: Callable[[int, Any], Tensor],
+    **tolerance: float,
+) -> None:
+    """Compare the last losses and all gradients with those of one process."""
+    for _ in results[0]:
+        losses = []
+        for number, piece in enumerate(inputs):
+            output: Any = piece
+            for stage in whole:
+                output = stage(*as_tuple(output))
+            losses.append(loss(number, output))
+            losses[-1].backward()
+    wanted = sum(losses[1:], losses[0]).detach()
+    for found in results:
+        torch.testing.assert_close(found[-1], wanted, **tolerance)
+    for mine, theirs in zip(stages, whole):
+        for param, expected in zip(mine.parameters(), theirs.parameters()):
+            torch.testing.assert_close(param.grad, expected.grad, **tolerance)

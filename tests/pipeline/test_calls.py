@@ -1,6 +1,5 @@
 """What a micro-batch costs beside computing, counted: Python calls and calls of the socket."""
 
-import socket
 import sys
 from collections import Counter
 from types import FrameType
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 
 from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.transport.tcp import Link, Transport
+from samo.pipeline.transport.tcp import Transport
 from samo.pipeline.transport.wire import Packet
+from tests.pipeline.local import Network
 
 
 class Counted(nn.Linear):
@@ -42,14 +42,10 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-def calls_of(num_micro_batches: int) -> Counter[str]:
+def calls_of(pair: list[Transport], num_micro_batches: int) -> Counter[str]:
     """Return what the last stage of two calls in one batch."""
-    ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    both = [Transport(place, (0, 1), {1 - place: Link(ends[place])}) for place in range(2)]
-    layer = Counted(both[0], num_micro_batches)
-    own = Runner([layer], Peers(both[1], timeout_s=20), [2])
+    layer = Counted(pair[0], num_micro_batches)
+    own = Runner([layer], Peers(pair[1], timeout_s=20), [2])
     batch = Batch(num_micro_batches, loss=lambda number, output: output.sum())
     before = sys.getprofile()
     layer.send()
@@ -57,13 +53,11 @@ def calls_of(num_micro_batches: int) -> Counter[str]:
         own.run(lambda: batch)
     finally:
         sys.setprofile(before)
-        for transport in both:
-            transport.close()
     return layer.counts
 
 
-def test_a_micro_batch_takes_few_calls_and_a_message_one_of_the_socket() -> None:
-    few, many = calls_of(8), calls_of(24)
+def test_a_micro_batch_takes_few_calls_and_a_message_one_of_the_socket(network: Network) -> None:
+    few, many = calls_of(network(2), 8), calls_of(network(2), 24)
     each = {name: (many[name] - few[name]) / 16 for name in many}
     assert each["sendmsg"] == 1  # a header with its tensors
     assert each["recvmsg_into"] == 1

@@ -2,38 +2,14 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from samo.pipeline.engine import Action, Engine, Progress, in_flight_limits
-from samo.pipeline.timeline import Event, Pass, Timeline
+from samo.pipeline.timeline import Event, Timeline
 from samo.planner.simulator import simulate
-
-
-def durations(seed: int, jitter: float):
-    """Return times of passes that depend on the place alone, not on the order of asking."""
-
-    def duration(stage: int, what: Pass, micro_batch: int) -> float:
-        draw = random.Random(f"{seed} {stage} {what} {micro_batch}")
-        return (1.0 if what == "forward" else 2.0) * draw.uniform(1 - jitter, 1 + jitter)
-
-    return duration
-
-
-def uniform_delays(
-    seed: int, low: float, high: float, *, per_link: float = 0.0
-) -> Callable[[int, int], float]:
-    """Return delays drawn for each message, around a mean drawn for each link."""
-    draw = random.Random(seed)
-    offsets: dict[tuple[int, int], float] = {}
-
-    def delay(source: int, target: int) -> float:
-        offset = offsets.setdefault((source, target), draw.random() * per_link)
-        return offset + draw.uniform(low, high)
-
-    return delay
 
 
 def check_possible(timeline: Timeline, num_ranks: int) -> None:
@@ -82,13 +58,15 @@ def test_every_micro_batch_goes_once_forward_and_once_backward_within_the_limit(
             if stage:  # what waits and what is in flight is in flight one stage earlier
                 assert one.activations - one.backwards <= given[stage - 1]
 
+    draw = random.Random(seed)
+    slow: dict[tuple[int, int], float] = defaultdict(lambda: draw.uniform(0.0, delay))  # links
     timeline = simulate(  # a deadlock raises
         num_stages,
         num_micro_batches,
         in_flight=limits,
         stages_per_rank=per_rank,
-        duration=durations(seed, jitter),
-        delay=uniform_delays(seed, 0.0, delay, per_link=delay),
+        duration=lambda stage, what, number: draw.uniform(1 - jitter, 1 + jitter),
+        delay=lambda *link: slow[link] + draw.uniform(0.0, delay),
         watch=watch,
     )
     check_possible(timeline, num_ranks)

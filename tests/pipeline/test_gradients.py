@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import samo
 from samo.pipeline.gradients import average_gradients
-from tests.pipeline.cases import compress, next_token_loss, tiny_gpt, tokens
+from tests.pipeline.cases import compress, next_token_loss, pipeline_of, tiny_gpt, tokens
 from tests.ranks import run_ranks
 
 TIMEOUT = 20
@@ -73,11 +73,7 @@ def scaled_stages(mesh: Any, name: str) -> Steps:
 
 
 def tied_pipeline(mesh: Any, is_compressed: bool) -> samo.Pipeline:
-    whole = tiny_gpt(is_tied=True)
-    pipeline = samo.Pipeline(copy.deepcopy(whole), next_token_loss, mesh, 2, timeout_s=TIMEOUT)
-    if is_compressed:
-        compress(pipeline.module, whole)
-    return pipeline
+    return pipeline_of(tiny_gpt(is_tied=True), mesh, 2, is_compressed=is_compressed)
 
 
 def grads_of(pipeline: samo.Pipeline) -> dict[str, Tensor]:

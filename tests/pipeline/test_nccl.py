@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport import nccl
 from samo.pipeline.transport.connect import neighbours_of
 from samo.pipeline.transport.wire import Packet
-from tests.pipeline.local import Host, HostEvent, train_two_stages, transports
+from tests.pipeline.local import check_trained, run_threads, transports
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
@@ -68,17 +69,10 @@ def test_tensors_and_headers_on_their_own_ways_give_the_gradients_of_one_process
     stages: list[nn.Module] = [Turned(), Turned()]
     whole = copy.deepcopy(stages)
     inputs = [(torch.randn(4, 4, dtype=torch.float64),) for _ in range(5)]
-    results = train_two_stages(stages, inputs, weighted_sum, Host())
-    for _ in range(3):
-        losses = []
-        for number, piece in enumerate(inputs):
-            losses.append(weighted_sum(number, whole[1](*whole[0](*piece))))
-            losses[-1].backward()
-    for found in results:
-        torch.testing.assert_close(found[-1], sum(losses[1:], losses[0]).detach())
-    for mine, theirs in zip(stages, whole):
-        for param, wanted in zip(mine.parameters(), theirs.parameters()):
-            torch.testing.assert_close(param.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+    batches = [Batch(5, inputs), Batch(5, loss=weighted_sum)]
+    both = transports(torch.device("cpu"), MagicMock())
+    results = run_threads(both, stages, batches, steps=3)
+    check_trained(stages, whole, results, inputs, weighted_sum, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("leaves", "text"), [(True, "is gone"), (False, "has been silent for")])
@@ -86,7 +80,7 @@ def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(
     leaves: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("samo.pipeline.transport.nccl._GRACE_S", 0.05)
-    first, second = transports(torch.device("cpu"), Host())
+    first, second = transports(torch.device("cpu"), MagicMock())
     first.links[1].send(Packet("activation", 0, 0, 1, (torch.ones(2),), (False,)))
     if leaves:
         first.close()
@@ -98,12 +92,10 @@ def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(
         end.close()
 
 
-def test_what_a_neighbour_sent_before_it_left_is_handed_over_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    is_complete = [False]
-    monkeypatch.setattr(HostEvent, "query", lambda self: is_complete[0])
-    first, second = transports(torch.device("cpu"), Host())
+def test_what_a_neighbour_sent_before_it_left_is_handed_over_before() -> None:
+    is_complete, cuda = [False], MagicMock()
+    cuda.Stream().record_event().query = lambda: is_complete[0]
+    first, second = transports(torch.device("cpu"), cuda)
     first.send(1, Packet("gradient", tensors=(torch.full((3,), 7),)))
     first.close()
     for is_complete[0] in (False, True):

@@ -1,6 +1,7 @@
 """Which layers a stage gets, where their weights come from, and how a batch is cut."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import samo
+from samo.integrations.causal_lm import checkpoint_blocks
 from samo.models import gpt
 from samo.pipeline.microbatch import cut, loss_weights
 from samo.pipeline.partition import partition
@@ -69,7 +71,7 @@ def test_stages_in_sequence_compute_the_model_and_its_gradients(
     if family != "gpt" and not is_plain:
         model = tiny_hf(family, is_tied=True)
         model.config._attn_implementation = "eager"
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model)
     copies = [copy.deepcopy(model) for _ in range(3)]
     x, _ = tokens()
     expected = model(x) if family == "gpt" else model(x, use_cache=False).logits
@@ -132,16 +134,13 @@ def test_a_module_that_is_used_twice_is_computed_twice() -> None:
 def test_functions_build_only_the_layers_of_a_stage() -> None:
     built = []
 
-    def layer(number: int):
-        def make() -> nn.Module:
-            module = nn.Linear(2, 2)
-            if not module.weight.is_meta:
-                built.append(number)
-            return module
+    def make(number: int) -> nn.Module:
+        module = nn.Linear(2, 2)
+        if not module.weight.is_meta:
+            built.append(number)
+        return module
 
-        return make
-
-    build_stage(take_apart([layer(i) for i in range(4)]), [(1, 3)], device=CPU)
+    build_stage(take_apart([partial(make, i) for i in range(4)]), [(1, 3)], device=CPU)
     assert built == [1, 2]
 
 

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,18 +23,6 @@ from samo.distributed import store
 from samo.pipeline.transport import connect
 from samo.pipeline.transport.tcp import Link, Transport
 from samo.pipeline.transport.wire import Packet
-
-
-@pytest.fixture
-def pair() -> Iterator[list[Transport]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
-    for end in ends:
-        end.setblocking(False)
-    both = [Transport(place, (0, 1), {1 - place: Link(ends[place])}) for place in range(2)]
-    yield both
-    for transport in both:
-        transport.close()
 
 
 def received(transport: Transport) -> Any:
@@ -71,9 +59,7 @@ def test_large_messages_do_not_block_and_arrive_in_order_as_they_were(
     assert not [thread for thread in threading.enumerate() if thread.name == "samo-push"]
 
 
-def test_what_was_sent_before_a_link_broke_is_read_before(
-    pair: list[Transport],
-) -> None:
+def test_what_was_sent_before_a_link_broke_is_read_before(pair: list[Transport]) -> None:
     first, second = pair
     second.send(0, Packet("probe", 0))  # unread: such a connection is reset
     first.send(1, Packet("abort", 0, stage=0, reason="OSError: disk"))
@@ -86,9 +72,7 @@ def test_what_was_sent_before_a_link_broke_is_read_before(
     assert second.flush(5.0, [0]) is None  # never will be
 
 
-def test_closing_drops_what_a_neighbour_does_not_take(
-    pair: list[Transport],
-) -> None:
+def test_closing_drops_what_a_neighbour_does_not_take(pair: list[Transport]) -> None:
     first, second = pair
     first.send(1, Packet("activation", 0, tensors=(torch.ones(2**22),)))
     begin = time.monotonic()
@@ -98,9 +82,7 @@ def test_closing_drops_what_a_neighbour_does_not_take(
     assert isinstance(received(second), ConnectionError)
 
 
-def test_nothing_counts_as_sent_before_the_socket_has_taken_it(
-    pair: list[Transport],
-) -> None:
+def test_nothing_counts_as_sent_before_the_socket_has_taken_it(pair: list[Transport]) -> None:
     first, second = pair
     idle: list[bool] = []  # at every line of the thread that sends
 
@@ -256,17 +238,9 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(monkeypatch: pytest.Mo
 def test_ranks_listen_where_they_reach_the_store(
     host: str, own: str, found: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Probe:
-        def __init__(self, *args: Any) -> None: ...
-        def __enter__(self) -> "Probe":
-            return self
-
-        def __exit__(self, *args: Any) -> None: ...
-        def connect(self, address: Any) -> None: ...
-        def getsockname(self) -> tuple[str, int]:
-            return own, 1
-
+    probe = MagicMock()
+    probe().__enter__().getsockname.return_value = (own, 1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (host, 9))])
-    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "socket", probe)
     inner = SimpleNamespace(host=host)
     assert connect._host_of(SimpleNamespace(underlying_store=inner)) == found

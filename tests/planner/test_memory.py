@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
+from samo.integrations.causal_lm import checkpoint_blocks
 from samo.models.chunked_loss import MAX_LOGITS
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.configs import from_module
@@ -104,7 +105,7 @@ def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
 def peak_job(model: Any, layout: Layout, count: int = 1, *, rel: float, **network: Any) -> Job:
     """Compare the peak of a step of so many passes with the predicted one; return its job."""
     if layout.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model)
         model.train()
     masks = samo.prune(model, 0.8)
     job = job_of(model, masks, batch=count * BATCH)

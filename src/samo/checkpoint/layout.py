@@ -60,9 +60,8 @@ def layout_of(
             raise TypeError(f"model must be a Module or a Pipeline, got {type(model).__name__}")
         module = model.module
         mesh = model.mesh if mesh is None else mesh
-        for group in model.tied:
-            first = min(group, key=model.names.index)
-            aliases |= {name: first for name in group if name != first}
+        for first, *others in model.tied:
+            aliases |= dict.fromkeys(others, first)
     replicas: list[int] = []
     if isinstance(module, DistributedDataParallel):
         replicas = dist.get_process_group_ranks(module.process_group)

@@ -162,12 +162,7 @@ def _restore(entry: Entry, values: Tensor) -> None:
 
 def _expand(tensor: Tensor, mask: Mask, values: Tensor) -> None:
     """Fill a dense parameter with kept values, and zeros between them."""
-    rows = rows_of(tensor)
-    if rows is None:
-        mask, values = mask.to(tensor.device), values.to(tensor.device, copy=True)
-        kernels.choose(tensor.device).expand_(values, mask, tensor.detach())
-        torch.autograd.graph.increment_version(tensor)
-    else:
-        dense = torch.empty(tensor.shape, dtype=values.dtype)
-        kernels.choose(dense.device).expand_(values, mask.to(dense.device), dense)
-        local_of(tensor).copy_(dense[rows.start : rows.stop])
+    rows, device = rows_of(tensor), tensor.device
+    dense = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    kernels.choose(device).expand_(values.to(device), mask.to(device), dense)
+    local_of(tensor).copy_(dense if rows is None else dense[rows.start : rows.stop])

@@ -25,8 +25,9 @@ from samo.checkpoint import json_values
 from samo.checkpoint.manifest import damaged
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.reader import Checkpoint
-from samo.checkpoint.tensors import name_tensors, rows_of, with_rows
+from samo.checkpoint.tensors import name_tensors, rows_of
 from samo.core.adamw import AdamW, check_counts, state_layout
+from samo.core.shards import local_of
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 from samo.utils.validation import finite_number
@@ -209,14 +210,16 @@ class OptimizerState:
         """
         entry = saved.manifest.optimizer
         assert entry is not None, "check_fits has refused it"
-        for opt in {id(opt): opt for opt in (self.kind, self.opt)}.values():
+        for opt in {self.kind, self.opt}:
             # Tensors need no copies: loading replaces them. It may change the dicts, though.
             before = {key: copy(value) for key, value in opt.state.items()}
             undo.callback(_restore, opt, dict(vars(opt)), before, [*map(copy, opt.param_groups)])
 
         def read(like: Tensor, name: str) -> Tensor:
             if isinstance(like, DTensor) and saved.optimizer.specs[name].shape == like.shape:
-                return with_rows(saved.optimizer.read(name, rows_of(like)), like)
+                found = torch.empty_like(like, dtype=saved.optimizer.specs[name].dtype)
+                local_of(found).copy_(saved.optimizer.read(name, rows_of(like)))
+                return found
             return saved.optimizer.read(name).to(like.device, copy=True)
 
         theirs = _settings_by_name(entry)

@@ -6,6 +6,7 @@ A reader puts the rows of all files together, or takes those it needs.
 
 import hashlib
 import json
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samo.checkpoint.manifest import Manifest, damaged
+from samo.core.shards import local_of
 from samo.errors import CheckpointError
 from samo.utils import atomic_io, safetensors_io, untrusted
 
@@ -42,29 +45,11 @@ def rows_of(tensor: Tensor) -> Rows | None:
     axes = [i for i, placement in enumerate(tensor.placements) if placement.is_shard(0)]
     if not axes:
         return None
-    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert here is not None, "a rank outside the mesh cannot hold its tensors"
-    index = tuple(slice(None) if i == axes[0] else at for i, at in enumerate(here))
-    ranks: list[int] = mesh.mesh[index].tolist()
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    ranks = dist.get_process_group_ranks(mesh.get_group(axes[0]))
     # As torch.chunk cuts: the last ranks may hold fewer rows, or none.
-    num_rows = tensor.shape[0]
-    size = (num_rows + len(ranks) - 1) // len(ranks)
-    start = min(here[axes[0]] * size, num_rows)
-    return Rows(start, min(start + size, num_rows), tuple(ranks))
-
-
-def with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of this rank's rows as a DTensor like ``like``, on its device."""
-    if not isinstance(like, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows.to(like.device, copy=True),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
-    )
+    start = min(mesh.get_local_rank(axes[0]) * math.ceil(num_rows / len(ranks)), num_rows)
+    return Rows(start, start + local_of(tensor).shape[0], tuple(ranks))
 
 
 def check_plain(name: str, tensor: Tensor) -> None:

@@ -116,7 +116,12 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
     if len(layout.shape) != dims or x.dim() < 2 or x.device != values.device:
         return None
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling:
+    if is_compiling:
+        from samo.core import traced  # registers operators, which takes time
+
+        if traced.is_transformed():
+            return None
+    else:
         if type(x) not in (Tensor, nn.Parameter) or forward_ad._current_level >= 0:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -135,9 +140,7 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
     if not torch.is_grad_enabled():
         return _compute(*args, is_tracked=False)
     if is_compiling:
-        from samo.core.traced import product  # registers operators, which takes time
-
-        return product(*args)
+        return traced.product(*args)
     if (
         torch._C._current_graph_task_id() == -1
         # Selective checkpointing, a dispatch mode, expects the operations of the forward pass.

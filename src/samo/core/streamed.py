@@ -65,10 +65,9 @@ class Expansion:
     def _expand(self) -> Tensor:
         """Expand now."""
         values, layout, dtype = self._param, self._layout, self._dtype
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             dense = expand_by_index(values, layout, dtype)
-        elif is_compiling or (values.requires_grad and torch.is_grad_enabled()):
+        elif values.requires_grad and torch.is_grad_enabled():
             dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
         else:
             dense = layout.expand(values.detach(), dtype)

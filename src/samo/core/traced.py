@@ -51,10 +51,12 @@ class TracedLayout(NamedTuple):
 
 # Note [Autograd functions in compiled code]
 #
-# Dynamo calls the functions below while it traces, instead of tracing them; AOTAutograd traces them
-# later, forward and backward. Each is one node of Dynamo's graph, so it needs few guards, and under
-# activation checkpointing torch 2.11 marks all its operations as to be recomputed. Inside of an
-# autograd function that Dynamo traces, it does not, and would save the results of products.
+# Dynamo calls `_product` and `_track` while it traces, instead of tracing them; AOTAutograd traces
+# them later, forward and backward. Each is one node of Dynamo's graph, so it needs few guards, and
+# under activation checkpointing torch 2.11 marks all its operations as to be recomputed. Inside of
+# an autograd function that Dynamo traces, it does not, and would save the results of products.
+#
+# The transforms of torch.func cannot take such a node, and Dynamo traces what they differentiate.
 
 
 @torch.compiler.allow_in_graph
@@ -65,12 +67,22 @@ def product(
     return Product.apply(values, x, bias, layout, operation, False)  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.allow_in_graph
-def _track(
-    values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype
-) -> Tensor:
+def track(values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype) -> Tensor:
     """Return the resident dense weight, or a new one, in the graph of the values."""
-    return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]
+    if is_transformed():
+        return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]
+    return _track(values, dense, layout, dtype)
+
+
+@torch.compiler.allow_in_graph
+def _track(*args: Any) -> Tensor:
+    return Expand.apply(*args)  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.assume_constant_result  # torch guards the transforms that it traces
+def is_transformed() -> bool:
+    """Return whether `torch.func` transforms the code that is traced."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 class TracedExpansion(Expansion):
@@ -78,6 +90,10 @@ class TracedExpansion(Expansion):
 
     def _like(self, values: Tensor, layout: Any, is_flipped: bool) -> "TracedExpansion":
         return TracedExpansion(values, layout, self._dtype, is_flipped)
+
+    def _expand(self) -> Tensor:
+        dense = track(self._param, None, self._layout, self._dtype)
+        return dense.transpose(-2, -1) if self._is_flipped else dense
 
     @property
     def shape(self) -> torch.Size:
@@ -143,7 +159,7 @@ def read(weight: Any, traced: Any) -> Any:
         return TracedExpansion(values, layout, dtype)
     if not values.requires_grad or not torch.is_grad_enabled():
         return dense
-    return _track(values, dense, layout, dtype)
+    return track(values, dense, layout, dtype)
 
 
 @torch.compiler.disable

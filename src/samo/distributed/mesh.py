@@ -2,9 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from datetime import timedelta
-from math import prod
 from typing import Any, Final, Literal
 
 import torch
@@ -56,28 +54,27 @@ def mesh(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_joined = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = check_sizes({"pipe": pipe, "data": data}, num_ranks)
+    sizes = check_sizes(pipe, data, num_ranks)
     if not is_joined:
         timeout = timedelta(seconds=timeout_s)
         is_launched = "RANK" in os.environ or num_ranks > 1
         join(device, timeout, rendezvous(timeout) if is_launched else None)
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(device, sizes, mesh_dim_names=("pipe", "data"))
 
 
-def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, int]:
-    """Return the sizes of all axes; one that is None follows from the others."""
-    for name, size in sizes.items():
+def check_sizes(pipe: int, data: int | None, num_ranks: int) -> tuple[int, int]:
+    """Return the sizes of both axes; by default ``data`` is what ``pipe`` leaves."""
+    for name, size in (("pipe", pipe), ("data", data)):
         if size is not None and size < 1:
             raise ValueError(f"{name} must be 1 or more, got {size}")
-    given = prod(size for size in sizes.values() if size is not None)
-    full = {name: num_ranks // given if size is None else size for name, size in sizes.items()}
-    if prod(full.values()) != num_ranks:
-        asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
+    replicas = num_ranks // pipe if data is None else data
+    if pipe * replicas != num_ranks:
+        asked = f"pipe={pipe}" if data is None else f"pipe={pipe} x data={data}"
         pipes = [pipe for pipe in range(1, num_ranks + 1) if num_ranks % pipe == 0]
         fitting = ", ".join(f"pipe={pipe} x data={num_ranks // pipe}" for pipe in pipes)
         ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
         raise ValueError(f"{asked} does not make up {ranks}; these do: {fitting}")
-    return full
+    return pipe, replicas
 
 
 def rendezvous(timeout: timedelta) -> Any:

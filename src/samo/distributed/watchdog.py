@@ -107,10 +107,7 @@ class Watchdog:
 
     def _in_time(self, ask: Callable[[Any], Any]) -> Any:
         """Return what ``ask`` says of the store, or None if it fails or takes too long."""
-        try:
-            return in_time(lambda: ask(own_connection(self._store)), self._pause_s + 2.0)
-        except TimeoutError:
-            return None
+        return in_time(lambda: ask(own_connection(self._store)), self._pause_s + 2.0)
 
     def _run(self) -> None:
         """Beat, and watch the next rank, until this one leaves."""

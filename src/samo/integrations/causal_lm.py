@@ -29,6 +29,14 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def checkpoint_blocks(model: Any) -> None:
+    """Recompute the activations of blocks in the backward pass."""
+    # Its name since transformers 5.23. The older one warns.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    # The other kind gives no gradients to blocks after frozen embeddings.
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def check_packing(model: nn.Module) -> None:
     """Refuse a model in which packed examples would see each other, by a pass over a few tokens."""
     if "position_ids" not in inspect.signature(model.forward).parameters or not _keeps_apart(model):

@@ -142,13 +142,17 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
             if specs:
                 check_specs(model, specs)
         # transformers sets each parameter anew, and a new one decides the dtypes of its weight.
-        self._dtypes = [
-            (weight, weight.dtype, weight.layout.grad_dtype, weight.values.dtype)
-            for _, weight in named_weights(model)
-        ]
+        self._dtypes = {
+            name: (weight, weight.dtype, weight.layout.grad_dtype, weight.values.dtype)
+            for name, weight in named_weights(model)
+        }
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Say whose values may differ in shape from ``module.weight``, which is dense."""
+        return param_name in self._dtypes
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for weight, dtype, grad_dtype, value_dtype in self._dtypes:
+        for weight, dtype, grad_dtype, value_dtype in self._dtypes.values():
             # Some versions of transformers leave what they read in the dtype of the file.
             weight.values.data = weight.values.data.to(value_dtype)
             weight.is_resident, weight.dtype = False, dtype

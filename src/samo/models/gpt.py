@@ -86,8 +86,7 @@ class _Block(nn.Module):
     def forward(self, x_BTD: Tensor, is_checkpointed: bool = False) -> Tensor:
         # In the block, not around it: a block that is compiled recomputes in its own graph.
         if is_checkpointed and torch.is_grad_enabled():
-            # Nothing in it is random.
-            return checkpoint(self._residual, x_BTD, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(self._residual, x_BTD, use_reentrant=False)
         return self._residual(x_BTD)
 
     def _residual(self, x_BTD: Tensor) -> Tensor:

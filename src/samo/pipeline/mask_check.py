@@ -46,4 +46,4 @@ class MaskCheck:
             (found, event), self._last = self._last or now, now
             event.synchronize()  # but for the first call, of the last one
         rows = found.tolist()
-        return [place for place, (high, low) in enumerate(rows) if high != -low and high != _NONE]
+        return [place for place, (high, low) in enumerate(rows) if high != -low]

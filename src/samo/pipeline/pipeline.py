@@ -32,6 +32,7 @@ from samo.pipeline.transport.nccl import open_links
 from samo.pipeline.transport.tcp import Transport
 from samo.pipeline.units import LayersLike
 from samo.utils.collectives import all_gather_json, backend_of
+from samo.utils.validation import whole_number
 
 __all__ = ["Pipeline"]
 
@@ -104,14 +105,18 @@ class Pipeline:
         wire_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        for name, value in (("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        micro_batches = whole_number("micro_batches", micro_batches, 1)
+        stages_per_rank = whole_number("stages_per_rank", stages_per_rank, 1)
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}")
-        group = _pipe_group(mesh)
+        if mesh is not None and "pipe" not in (mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"the mesh has dimensions {mesh.mesh_dim_names}, none of them 'pipe'; build it "
+                "with init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
+            )
+        group, replicas = _group(mesh, "pipe"), _group(mesh, "data")
         num_ranks = 1 if group is None else group.size()
         per_rank = stages_per_rank if num_ranks > 1 else 1  # one rank need not take turns
         self.stage: Final = 0 if group is None else dist.get_rank(group)
@@ -124,7 +129,6 @@ class Pipeline:
         self.device: Final = torch.empty(0, device=device).device  # with its index
         self.mesh: Final = mesh
         split = take_apart(layers)
-        self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
         self.tied: Final = split.tied
         self.cuts: Final = check_cuts(cuts, split, self.num_stages)
         own = slice(self.stage, None, num_ranks)
@@ -135,9 +139,9 @@ class Pipeline:
         self._reduction: Final[Reduction] = loss_reduction
         self._is_last: Final = self.stage == num_ranks - 1
         self._group: Final = group
-        self._replicas: Final = _data_group(mesh)
-        self._replica: Final = 0 if self._replicas is None else dist.get_rank(self._replicas)
-        backend = backend_of(group, self.device.type) if group is not None else ""
+        self._replicas: Final = replicas
+        self._replica: Final = 0 if replicas is None else dist.get_rank(replicas)
+        backend = backend_of(group or replicas, self.device.type) if group or replicas else ""
         meeting: Meeting | None = None
         transport = Transport()
         if group is not None and mesh is not None:
@@ -149,7 +153,7 @@ class Pipeline:
         self._ties: Final = find_tied(split, self.cuts, meeting, backend)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
         self._tie_check: Final = MaskCheck(group) if self._ties and group is not None else None
-        self._replica_check: Final = MaskCheck(self._replicas) if self._replicas else None
+        self._replica_check: Final = MaskCheck(replicas) if replicas else None
         # A program that ends without close() runs this before torch's own exit handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
         self._peers: Final = Peers(transport, timeout_s, meeting)
@@ -161,10 +165,11 @@ class Pipeline:
         )
         # With NCCL, streams wait for collectives, and not the host.
         self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._peers.wait
-        if backend == "nccl":  # create the communicator while no kernel waits for a neighbour
+        if backend == "nccl" and group is not None:
+            # Create the communicator while no kernel waits for a neighbour.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        if self._replicas is not None:
-            _sync_module_states(self.module, self._replicas, _BROADCAST_BYTES, 0, ())
+        if replicas is not None:
+            _sync_module_states(self.module, replicas, _BROADCAST_BYTES, 0, ())
         for tie in self._own_ties:
             tie.broadcast(self.module)
 
@@ -274,10 +279,8 @@ class Pipeline:
 
     def masks(self, masks: Masks) -> Masks:
         """Select the masks of this rank's layers, including tied weights."""
-        found = dict(masks)
-        for group in self.tied:
-            for name in group:
-                found |= {other: masks[name] for other in group if name in masks}
+        names = {name: group for group in self.tied for name in group}
+        found = {other: mask for name, mask in masks.items() for other in names.get(name, [name])}
         here = dict(self.module.named_parameters())
         return Masks({name: mask for name, mask in found.items() if name in here})
 
@@ -356,24 +359,12 @@ class Pipeline:
             if self._replica_check.differing([digest(masks)], self._wait):
                 compare_masks(masks, self._replicas)
             average_gradients(self.module.parameters(), self._replicas, self._wait)
-        if self._group is not None and self._group.size() > 1:
+        if self._group is not None:
             sync_found_inf(self.module.parameters(), self._group, self.device, self._wait)
 
 
-def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None:
+def _group(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
+    """Return the group of this rank along an axis of the mesh, None if there are no others."""
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()) or mesh[axis].size() == 1:
         return None
-    names = mesh.mesh_dim_names or ()
-    if "pipe" not in names:
-        raise ValueError(
-            f"the mesh has dimensions {names}, none of them 'pipe'; build it with "
-            "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
-        )
-    return mesh["pipe"].get_group()
-
-
-def _data_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the group of this stage's replicas, None if it has no others."""
-    if mesh is None or "data" not in (mesh.mesh_dim_names or ()) or mesh["data"].size() == 1:
-        return None
-    return mesh["data"].get_group()
+    return mesh[axis].get_group()

@@ -37,7 +37,6 @@ class _Held:
     """A micro-batch on a stage, until its backward pass."""
 
     inputs: tuple[Tensor, ...]
-    seed: int | None
     outputs: tuple[Tensor, ...] = ()
     gradients: tuple[Tensor, ...] = ()
 
@@ -48,6 +47,7 @@ class _Run:
 
     batch: Batch
     engine: Engine
+    seed: int | None
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by stage and micro-batch
     loss: Tensor | None = None
 
@@ -92,10 +92,10 @@ class Runner:
         run = _Run(
             batch,
             Engine(Progress(s, self._num_stages, count, own) for s, own in self._limits.items()),
+            batch.seed,
         )
         for number, inputs in enumerate(batch.inputs or ()):
-            seed = None if batch.seed is None else batch.seed + number
-            run.held[0, number] = _Held(inputs, seed)
+            run.held[0, number] = _Held(inputs)
         arrivals, self._early = [*self._early, *self._peers.poll()], []
         with torch.set_grad_enabled(batch.is_training):
             while True:
@@ -128,7 +128,7 @@ class Runner:
 
     def _forward(self, run: _Run, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         held, batch = run.held[stage, micro_batch], run.batch
-        settings = {} if held.seed is None else {"seed": held.seed}
+        settings = {} if run.seed is None else {"seed": run.seed + micro_batch}
         output = self._layers[stage](*map(non_leaf, held.inputs), **settings)
         if stage < self._num_stages - 1:
             held.outputs = as_tuple(output)
@@ -158,22 +158,16 @@ class Runner:
         micro_batch: int,
         tensors: tuple[Tensor, ...],
     ) -> None:
-        needs_grad: tuple[bool, ...] = ()
-        seed: int | None = None
-        if kind == "activation":
-            needs_grad = tuple(tensor.requires_grad for tensor in tensors)
-            seed = run.held[target - 1, micro_batch].seed
-        values = tuple(tensor.detach() for tensor in tensors)
-        is_narrow: tuple[bool, ...] = ()
-        if self._wire_dtype is not None:
-            is_narrow = tuple(tensor.dtype == torch.float32 for tensor in values)
-            values = tuple(
-                tensor.to(self._wire_dtype) if flag else tensor
-                for tensor, flag in zip(values, is_narrow)
-            )
         if run.is_end(kind, micro_batch):
             assert run.loss is not None
-            values, is_narrow = (*values, run.loss), is_narrow and (*is_narrow, False)
+            tensors = (*tensors, run.loss)
+        values = tuple(tensor.detach() for tensor in tensors)
+        is_narrow: tuple[bool, ...] = ()
+        if self._wire_dtype is not None:  # a scalar, such as the loss, stays as it is
+            is_narrow = tuple(t.dtype == torch.float32 and t.dim() > 0 for t in values)
+            values = tuple(
+                t.to(self._wire_dtype) if flag else t for t, flag in zip(values, is_narrow)
+            )
         self.sent_bytes += sum(tensor.nbytes for tensor in values)
         packet = Packet(
             kind,
@@ -181,10 +175,10 @@ class Runner:
             micro_batch,
             target,
             values,
-            needs_grad,
+            tuple(tensor.requires_grad for tensor in tensors),
             is_narrow,
             is_training=run.batch.is_training,
-            seed=seed,
+            seed=run.seed,
         )
         self._transport.send(self._place(target), packet)
 
@@ -216,7 +210,7 @@ class Runner:
         if kind == "activation":
             for tensor, flag in zip(tensors, packet.needs_grad, strict=True):
                 tensor.requires_grad_(flag)
-            run.held[stage, micro_batch] = _Held(tensors, packet.seed)
+            run.held[stage, micro_batch], run.seed = _Held(tensors), packet.seed
             return
         held, is_end = run.held[stage, micro_batch], run.is_end(kind, micro_batch)
         num_due = sum(output.requires_grad for output in held.outputs) + is_end
@@ -254,12 +248,20 @@ def non_leaf(tensor: Tensor) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The identity. Its output shares memory with the leaf, without autograd seeing a view."""
+    """The identity. Its output shares memory with the leaf, without autograd seeing a view.
+
+    The leaf's gradient keeps its strides, which decide in which order a kernel adds up: autograd
+    would give it those of the leaf.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.tensor = tensor
         return tensor.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        if not ctx.tensor.is_leaf:  # an input of the caller's
+            return grad
+        ctx.tensor.grad = grad
+        return None

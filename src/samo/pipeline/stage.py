@@ -5,6 +5,7 @@ those of its own stage. New weights are drawn from a seed for each layer, so the
 the number of stages.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ class Stage(nn.Module):
         self._device = device
         self._pieces = tuple(map(dict, pieces))  # units by their numbers in the model
         for path, module in modules.items():
-            parents, _, name = path.rpartition(".")
+            *parents, name = path.split(".")
             place: nn.Module = self
-            for parent in parents.split(".") if parents else ():
+            for parent in parents:
                 if parent not in place._modules:
                     place.add_module(parent, nn.Module())
                 place = place.get_submodule(parent)
@@ -59,10 +60,8 @@ class Stage(nn.Module):
 
 def _mixed(seed: int, number: int) -> int:
     """Return a seed of 64 bits for a layer; a CPU's generator takes the lower 32 alone."""
-    x = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**64
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ x >> shift) * factor % 2**64
-    return x ^ x >> 31
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
@@ -138,10 +137,8 @@ def _tie(stage: nn.Module, tied: Iterable[tuple[str, ...]]) -> None:
 def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) -> None:
     wanted = stage.state_dict(keep_vars=True)
     # A file holds a tied weight under one of its names, which may be another stage's.
-    targets = dict(wanted)
-    for group in tied:
-        for name in group:
-            targets |= {other: wanted[name] for other in group if name in wanted}
+    names = {name: group for group in tied for name in group}
+    targets = {other: wanted[name] for name in wanted for other in names.get(name, [name])}
     loaded: set[int] = set()
     for name, values in _read(weights, set(targets)):
         target = targets[name]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samo.core.weight import weight_of
 from samo.errors import MaskError
@@ -19,15 +19,14 @@ __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 class TiedWeight:
     """One weight on several ranks, whose gradients are added up after every batch.
 
-    A gradient from before the batch is a sum over the ranks already. It is set aside meanwhile, so
-    that it is not counted once for each rank. ``ranks`` counts along the axis `pipe`.
+    A gradient from before the batch is a sum over the ranks already, which the first one keeps and
+    the others drop, so that it is counted once. ``ranks`` counts along the axis `pipe`.
     """
 
     def __init__(self, names: tuple[str, ...], ranks: tuple[int, ...], group: Any) -> None:
         self.names: Final = names
         self.ranks: Final = ranks
         self._group: Final = group  # a backend of torch; None on other ranks
-        self._earlier: Tensor | None = None
 
     @torch.no_grad()
     def broadcast(self, module: nn.Module) -> None:
@@ -38,20 +37,18 @@ class TiedWeight:
         param.copy_(values)
 
     def before_batch(self, module: nn.Module) -> None:
-        """Set aside the gradient of earlier batches."""
-        param = self._param(module)
-        self._earlier, param.grad = param.grad, None
+        """Keep the gradient of earlier batches on the first rank alone."""
+        if self._group.rank() > 0:
+            self._param(module).grad = None
 
     @torch.no_grad()
     def all_reduce(self, module: nn.Module, wait: Wait) -> None:
-        """Sum the gradient of the batch over the ranks, and add it to what was set aside."""
-        param, earlier = self._param(module), self._earlier
+        """Sum the gradient over the ranks."""
+        param = self._param(module)
         if param.grad is None:
             param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-        total = param.grad.contiguous()
-        wait(self._group.allreduce([total]))
-        param.grad = total if earlier is None else earlier.add_(total)
-        self._earlier = None
+        param.grad = param.grad.contiguous()
+        wait(self._group.allreduce([param.grad]))
 
     def digest(self, module: nn.Module) -> int | None:
         """Return a number that tells masks apart, 0 for a dense weight, None on other ranks."""

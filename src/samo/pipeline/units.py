@@ -36,19 +36,11 @@ class Unit:
         for path, module in self.modules.items():
             yield from module.named_parameters(prefix=path, remove_duplicate=False)
 
-    def tensor_names(self) -> Iterator[str]:
-        """Yield the name of each parameter and persistent buffer in the whole model, in order."""
-        for path, module in self.modules.items():
-            for inner, part in module.named_modules(prefix=path, remove_duplicate=False):
-                for name in (*part._parameters, *part._buffers):
-                    if name not in part._non_persistent_buffers_set:
-                        yield f"{inner}.{name}"
-
 
 @dataclass(frozen=True)
 class Layers:
     """A model as a sequence of units, in the order of the forward pass."""
 
     units: tuple[Unit, ...]
-    tied: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that are one weight
+    tied: tuple[tuple[str, ...], ...] = ()  # for each tied weight its names, in order
     init: Callable[[nn.Module], object] | None = None  # the model's own way to initialize a module

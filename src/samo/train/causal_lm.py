@@ -153,9 +153,7 @@ class CausalLMSubject(Subject):
         if getattr(self.text.train, "is_packed", False):
             causal_lm.check_packing(model)
         if config.model.checkpointing:
-            # The other kind gives no gradients to blocks after frozen embeddings.
-            how = {"use_reentrant": False}
-            model.gradient_checkpointing_enable(how)  # type: ignore[operator]
+            causal_lm.checkpoint_blocks(model)
         chunk_loss_(model.train())
         self._model = model
         return Learner(

@@ -93,7 +93,7 @@ class RankGroup:
         size = dist.get_world_size() if is_initialized else num_ranks()
         data = None if settings.data == AUTO else settings.data
         try:
-            meshes.check_sizes({"pipe": settings.num_stages, "data": data}, size)
+            meshes.check_sizes(settings.num_stages, data, size)
         except ValueError as error:
             hint = "; start ranks with samo launch -n or torchrun" if size == 1 else ""
             raise ConfigError(f"{error}{hint}") from None

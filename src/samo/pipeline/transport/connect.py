@@ -50,7 +50,7 @@ class Meeting:
         self._host, self._interface = _host_of(store)
         self.store: Final = dist.PrefixStore(next_key("samo/pipeline", ranks), store)  # type: ignore[attr-defined]
         self._failures: Final = dist.PrefixStore(next_key("samo/failures", everyone), store)  # type: ignore[attr-defined]
-        self._is_store_stuck = False
+        self._is_store_alive = True
 
     def record_failure(self, rank: int, what: str) -> None:
         """Record which rank failed, and how; the first writer wins."""
@@ -60,20 +60,18 @@ class Meeting:
     def failure(self) -> tuple[int, str] | None:
         """Return the rank that failed, and how, if some rank has recorded it."""
         found = self._ask(
-            lambda: self._failures.get("first") if self._failures.check(["first"]) else None
+            lambda: self._failures.get("first") if self._failures.check(["first"]) else b""
         )
-        if found is None:
+        if not found:
             return None
         rank, what = json.loads(found)
         return int(rank), str(what)
 
-    def _ask(self, do: Callable[[], bytes | None]) -> bytes | None:
+    def _ask(self, do: Callable[[], bytes]) -> bytes | None:
         """Ask the store, unless it has not answered before."""
-        try:
-            return None if self._is_store_stuck else in_time(do, _STORE_S)
-        except TimeoutError:
-            self._is_store_stuck = True
-            return None
+        found = in_time(do, _STORE_S) if self._is_store_alive else None
+        self._is_store_alive = found is not None
+        return found
 
     def links(self) -> dict[int, socket.socket]:
         """Return a connection to each neighbour; the one with the lower place listens."""

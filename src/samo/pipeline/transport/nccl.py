@@ -225,11 +225,8 @@ def link_order(num_places: int, is_ring: bool) -> list[tuple[int, int]]:
         >>> link_order(4, is_ring=False)
         [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2), (2, 1)]
     """
-    pairs = {
-        (min(place, other), max(place, other))
-        for place in range(num_places)
-        for other in neighbours_of(place, num_places, is_ring)
-    }
+    places = range(num_places)
+    pairs = [(a, b) for a in places for b in neighbours_of(a, num_places, is_ring) if a < b]
     in_turns = sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
     return [link for a, b in in_turns for link in ((a, b), (b, a))]
 

@@ -66,12 +66,11 @@ class Link:
         if body is not None:
             parts.append(body.numpy().data)
         with self._lock, suppress(OSError):
-            if not self._outbox:
-                parts = _rest(parts, self._send(parts))
-            if not parts:
+            sent = 0 if self._outbox else self._send(parts)
+            if sent == sum(map(len, parts)):
                 return
-            # The caller may write to its tensors again.
-            self._outbox.extend(memoryview(bytes(part)) for part in parts)
+            # A copy: the caller may write to its tensors again.
+            self._outbox.append(memoryview(b"".join(parts))[sent:])
             if self._pusher is None:
                 self._pusher = threading.Thread(target=self._push, name="samo-push", daemon=True)
                 self._pusher.start()
@@ -234,13 +233,3 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _rest(parts: Sequence[memoryview], sent: int) -> list[memoryview]:
-    """Return what is left of some parts after their first bytes."""
-    left = []
-    for part in parts:
-        if sent < len(part):
-            left.append(part[sent:])
-        sent = max(sent - len(part), 0)
-    return left

@@ -42,18 +42,6 @@ class TensorSpec(NamedTuple):
     needs_grad: bool = False
     is_narrow: bool = False
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the elements fill a block of memory, in the order of some dimensions."""
-        expected = 1
-        if 0 in self.shape:
-            return True  # whatever its strides
-        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
 
 class Layout(NamedTuple):
     """The tensors of a packet, and where they lie in its body."""
@@ -71,11 +59,11 @@ class Packet(NamedTuple):
     micro_batch: int = -1
     stage: int = -1  # the one that receives the data or, for "abort", that failed
     tensors: tuple[Tensor, ...] = ()
-    needs_grad: tuple[bool, ...] = ()  # for each activation, whether to send its gradient back
+    needs_grad: tuple[bool, ...] = ()  # for each tensor, whether to send its gradient back
     is_narrow: tuple[bool, ...] = ()  # for each tensor, whether it was float32 before it was sent
     reason: str = ""  # for "abort", how the stage failed
     is_training: bool = True  # whether the batch has a backward pass
-    seed: int | None = None  # of what layers draw for this micro-batch
+    seed: int | None = None  # of what layers draw for the first micro-batch
 
 
 def encode(packet: Packet) -> bytes:
@@ -118,7 +106,7 @@ def decode(header: bytes | bytearray, text: bytes | bytearray) -> tuple[Packet, 
             reason = text.decode()
         elif text:
             layout = _read(bytes(text))
-    except (ValueError, TypeError, AttributeError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         raise _invalid(bytes(header) + bytes(text)) from None
     packet = Packet(
         kind,
@@ -142,19 +130,16 @@ def _written(specs: tuple[tuple[Any, ...], ...]) -> bytes:
 
 @lru_cache(1024)
 def _read(text: bytes) -> Layout:
-    rows = json.loads(text)
-    specs = [
-        TensorSpec(getattr(torch, dtype), tuple(shape), tuple(strides), *flags)
-        for dtype, shape, strides, *flags in rows
-    ]
-    for spec in specs:
-        dtype, shape, strides, *flags = spec
-        if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
+    specs = []
+    for dtype, shape, strides, *flags in json.loads(text):
+        # Raises for what is no type, size or stride, but for negative strides; takes no memory.
+        like = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(like)
+        if not is_dense or min(strides, default=0) < 0:
+            raise ValueError
+        if not all(isinstance(flag, bool) for flag in flags):
             raise TypeError
-        if not all(isinstance(size, int) and size >= 0 for size in (*shape, *strides)):
-            raise ValueError
-        if not spec.is_dense:
-            raise ValueError
+        specs.append(TensorSpec(like.dtype, tuple(shape), tuple(strides), *flags))
     return layout_of(specs)
 
 
