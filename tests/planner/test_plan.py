@@ -294,6 +294,8 @@ def test_about_as_fast_is_exact_and_leaves_room() -> None:
     assert not samo.plan("gpt3-175b", gpu="rtx4090").command
 
 
+# The name that every version up to 5 has.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("gpu", ["rtx4090", "v100-16"])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_the_lines_for_a_module_run(family: str, gpu: str) -> None:
