@@ -51,8 +51,8 @@ def run(command: Export) -> int:
     if command.format == "bitmask":
         say(
             console,
-            "transformers that require compressed-tensors 0.15 or newer cannot load it; convert it "
-            f"back with: samo export {out} --format dense",
+            "transformers up to 4.55 load it, with compressed-tensors up to 0.14; convert it back "
+            f"with: samo export {out} --format dense",
         )
     return 0
 

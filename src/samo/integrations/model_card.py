@@ -21,8 +21,9 @@ _FORMATS: Final = {
     "compressed": "The weights are compressed: values and bitmaps. `import samo` before "
     "`from_pretrained`, or transformers reports mismatched sizes. It can be trained as it is.",
     "bitmask": "The weights are in the layout `sparse-bitmask` of compressed-tensors, which its "
-    "versions up to 0.14.0.1 and samo read; `samo export DIR --format dense` converts it. It loses "
-    "kept weights that are exactly 0; `masks.safetensors` has the masks.",
+    "versions up to 0.14, transformers up to 4.55 with these, and samo read; `samo export DIR "
+    "--format dense` converts it. It loses kept weights that are exactly 0; `masks.safetensors` "
+    "has the masks.",
 }
 
 
