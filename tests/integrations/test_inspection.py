@@ -13,8 +13,9 @@ from torch import nn
 import samo
 from samo.cli.main import main
 from samo.integrations.export import export
+from samo.integrations.folder_files import edit_config
 from samo.integrations.inspection import inspect_folder
-from tests.integrations.cases import IDS, causal_lm, pruned
+from tests.integrations.cases import IDS, causal_lm, exported, pruned
 
 SPARSITY = 0.8
 
@@ -71,34 +72,32 @@ def test_the_bytes_to_run_and_to_train_are_those_of_the_tensors(tmp_path: Path) 
     assert found.train_bytes()["streamed, exact"] == samo.ledger(model, opt).measured_bytes
 
 
-def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format", "kind"), [("bitmask", "sparse-bitmask"), ("compressed", "compressed")]
+)
+def test_a_folder_with_bitmaps_is_counted_by_them(tmp_path: Path, format: Any, kind: str) -> None:
     model, masks = pruned("Llama", SPARSITY)
-    export(model, tmp_path / "m", format="bitmask", masks=masks)
-    found = inspect_folder(tmp_path / "m")
-    assert (found.kind, found.masks) == ("sparse-bitmask", "bitmaps")
-    assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1
+    folder = export(model, tmp_path / "m", format=format, masks=masks)
+    found = inspect_folder(folder)
+    assert (found.kind, found.masks) == (kind, "bitmaps")
+    kept = {name: mask.kept for name, mask in masks.items()}
+    if format == "bitmask":
+        kept[next(iter(kept))] -= 1  # the kept weight that is exactly 0
+    assert {t.name: t.kept for t in found.pruned} == kept
     assert {t.name: t.shape for t in found.pruned} == {n: m.shape for n, m in masks.items()}
     assert sum(t.numel for t in found.tensors) == sum(p.numel() for p in model.parameters())
-    state = load_file(tmp_path / "m" / "model.safetensors")
-    assert sum(t.num_bytes for t in found.tensors) == sum(t.nbytes for t in state.values())
-
-
-def test_a_compressed_folder_is_counted_without_its_dense_weights(tmp_path: Path) -> None:
-    model, masks = pruned("Llama", SPARSITY)
-    folder = export(model, tmp_path / "m", format="compressed", masks=masks)
-    found = inspect_folder(folder)
-    assert (found.kind, found.masks) == ("compressed", "bitmaps")
-    assert {t.name: (t.shape, t.kept) for t in found.pruned} == {
-        name: (mask.shape, mask.kept) for name, mask in masks.items()
-    }
     state = load_file(folder / "model.safetensors")
     assert sum(t.num_bytes for t in found.tensors) == sum(t.nbytes for t in state.values())
+
+
+def test_a_compressed_folder_that_does_not_fit_its_config_is_refused(tmp_path: Path) -> None:
+    folder = exported(tmp_path, "compressed")
+    state = load_file(folder / "model.safetensors")
     state |= {"x": torch.ones(3), "x_bitmap": torch.ones(40).byte()}
     save_file(state, folder / "model.safetensors")
     with pytest.raises(samo.CheckpointError, match="is damaged: its model has no weight 'x'"):
         inspect_folder(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    edit_config(folder, num_hidden_layers=10**9)
     with pytest.raises(samo.CheckpointError, match="has 1,000,000,000 layers, and its files"):
         inspect_folder(folder)
 

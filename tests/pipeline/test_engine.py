@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from samo.pipeline.engine import Action, Engine, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Timeline
-from samo.planner.simulator import Schedule, simulate
+from samo.planner.simulator import simulate
 
 
 def check_possible(timeline: Timeline, num_ranks: int) -> None:
@@ -41,13 +41,12 @@ def check_possible(timeline: Timeline, num_ranks: int) -> None:
     per_rank=st.integers(1, 3),
     num_micro_batches=st.integers(1, 12),
     limits=st.integers(1, 8) | st.none() | st.lists(st.integers(1, 8), min_size=18, max_size=18),
-    schedule=st.sampled_from(["message-driven", "backward-first"]),
     seed=st.integers(0, 10**9),
     delay=st.sampled_from([0.0, 0.5, 5.0]),
     jitter=st.sampled_from([0.0, 0.9]),
 )
 def test_every_micro_batch_goes_once_forward_and_once_backward_within_the_limit(
-    num_ranks, per_rank, num_micro_batches, limits, schedule, seed, delay, jitter
+    num_ranks, per_rank, num_micro_batches, limits, seed, delay, jitter
 ):
     num_stages = num_ranks * per_rank
     limits = limits[:num_stages] if isinstance(limits, list) else limits
@@ -65,7 +64,6 @@ def test_every_micro_batch_goes_once_forward_and_once_backward_within_the_limit(
         num_stages,
         num_micro_batches,
         in_flight=limits,
-        schedule=schedule,
         stages_per_rank=per_rank,
         duration=lambda stage, what, number: draw.uniform(1 - jitter, 1 + jitter),
         delay=lambda *link: slow[link] + draw.uniform(0.0, delay),
@@ -76,11 +74,8 @@ def test_every_micro_batch_goes_once_forward_and_once_backward_within_the_limit(
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
-def test_even_stages_without_delays_take_the_time_that_theory_says(
-    schedule: Schedule, num_stages: int
-) -> None:
-    timeline = simulate(num_stages, 8, schedule=schedule)
+def test_even_stages_without_delays_take_the_time_that_theory_says(num_stages: int) -> None:
+    timeline = simulate(num_stages, 8)
     check_possible(timeline, num_stages)
     assert timeline.span == pytest.approx((8 + num_stages - 1) * 3)
 

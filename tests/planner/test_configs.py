@@ -1,6 +1,7 @@
 """Parameters counted from a config, against transformers' own models on the meta device."""
 
 import json
+import math
 import os
 
 import pytest
@@ -103,6 +104,10 @@ def test_samos_own_gpt_is_counted_exactly() -> None:
     [
         ('{"model_type": "lama"}', "did you mean 'llama'"),
         ('{"model_type": "llama", "hidden_size": 8}', "lacks 'vocab_size'"),
+        (
+            '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 3, "vocab_size": 9}',
+            "divide",
+        ),
         ("[]", "not the config of a model"),
         ("{", "cannot be read as JSON: Expecting"),
         (None, "No such file"),
@@ -113,6 +118,22 @@ def test_a_wrong_config_is_named(content, message, tmp_path) -> None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [-1, 10**9, 10**400, 1.5, math.nan, "x", True])
+def test_sizes_of_a_config_are_whole_numbers_within_reason(value) -> None:
+    for key in SMALL:
+        with pytest.raises(ConfigError, match=f"{key} must be a whole number, 1 to [0-9,]+, got"):
+            from_config({"model_type": "llama", **SMALL, key: value})
+
+
+@pytest.mark.parametrize("nothing", [0, None, [], {}])
+def test_a_size_of_nothing_is_as_if_it_were_not_there(nothing) -> None:
+    with pytest.raises(ConfigError, match="lacks 'vocab_size'"):
+        from_config({"model_type": "llama", **SMALL, "vocab_size": nothing})
+    known = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    found = from_config({"model_type": "llama", **SMALL, "num_key_value_heads": nothing})
+    assert found.num_params == from_config({"model_type": "llama", **known}).num_params
 
 
 def test_pipes_and_devices_are_refused(tmp_path) -> None:

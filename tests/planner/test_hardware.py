@@ -69,19 +69,22 @@ def test_hardware_files_are_read_back(tmp_path) -> None:
     write_hardware(HARDWARE["h200"], path)
     assert find_hardware(path) == HARDWARE["h200"]
     toml = tmp_path / "own.toml"
-    toml.write_text(
-        "memory_bytes = 1e10\nflops = 1e13\nbandwidth = 1e11\n[inter]\nbandwidth = 1e9\n"
-    )
+    rates = "memory_bytes = 1e10\nflops = 1e13\nbandwidth = 1e11\n"
+    toml.write_text(f"{rates}[inter]\nbandwidth = 1e9\n")
     assert find_hardware(toml).inter.bandwidth == 1e9
-    toml.write_text("memory = 1e10\n")
-    with pytest.raises(ConfigError, match="unknown key 'memory' \\(did you mean 'memory_bytes'"):
-        find_hardware(toml)
-    toml.write_text("memory_bytes = 'x'\nflops = 1\nbandwidth = 1\n")
-    with pytest.raises(ConfigError, match="memory_bytes must be over 0, got 'x'"):
-        find_hardware(toml)
-    toml.write_text("memory_bytes = 1\n")
-    with pytest.raises(ConfigError, match="missing"):
-        find_hardware(toml)
+    for text, message in {
+        "memory = 1e10\n": r"unknown key 'memory' \(did you mean 'memory_bytes'",
+        "memory_bytes = 'x'\nflops = 1\nbandwidth = 1\n": "memory_bytes must be over 0, got 'x'",
+        "memory_bytes = 1\n": "missing",
+        f"source = {'[' * 9999}": "hardware file '.*own.toml'",
+        f"{rates}gpus_per_node = 1.5\n": "gpus_per_node must be over 0, got 1.5",
+        f"{rates}flops_fraction = 'x'\n": "flops_fraction must be over 0, got 'x'",
+        f"{rates}[inter]\nbandwidth = 0\n": "bandwidth must be over 0, got 0",
+        f"{rates}dtype = 'int8'\n": "no flops of dtype 'int8' are known",
+    }.items():
+        toml.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            find_hardware(toml)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from samo.models.gpt import GPT, GPTConfig
 from samo.planner.configs import from_module
 from samo.planner.memory import Job, Layout, peak, stage_state, stages
 from samo.planner.sparsity import pruned_by_masks
-from tests.meters import LiveBytes, live_storages
+from tests.meters import NewBytes
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(num_layers=5, width=96, num_heads=4, context=96, vocab_size=700)
@@ -31,12 +31,14 @@ BATCH = 4
 WEIGHTS: list[Any] = ["resident", "streamed", 600_000]
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     if family == "gpt":
         return GPT(CONFIG)
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
-    config = transformers.AutoConfig.for_model(family, **LLAMA, **more, use_cache=False)
+    sizes = LLAMA | changes
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.AutoConfig.for_model(family, **sizes, use_cache=False)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -63,18 +65,6 @@ def loss_of(model: Any) -> torch.Tensor:
         return loss
     found: torch.Tensor = model(tokens, tokens)
     return found
-
-
-class NewBytes(LiveBytes):
-    """Counts what is made under it, and not what an operation writes into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known = {*live_storages()}
-
-    def see(self, tensor: torch.Tensor) -> None:
-        if tensor.untyped_storage().data_ptr() not in self.known:
-            super().see(tensor)
 
 
 def measured(
@@ -112,23 +102,26 @@ def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
     assert predicted.peak_bytes == pytest.approx(most, rel=0.15 if family == "mixtral" else 0.05)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_peak_with_a_loss_in_chunks(checkpointing) -> None:
-    torch.manual_seed(0)
-    sizes = {**LLAMA, "vocab_size": 8192, "use_cache": False}
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    if checkpointing:
+def peak_job(model: Any, layout: Layout, count: int = 1, *, rel: float, **network: Any) -> Job:
+    """Compare the peak of a step of so many passes with the predicted one; return its job."""
+    if layout.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
         checkpoint_blocks(model)
         model.train()
-    samo.chunk_loss_(model, max_logits=64 * 8192)
     masks = samo.prune(model, 0.8)
-    layout = Layout(weights="streamed", checkpointing=checkpointing, micro_batch=BATCH)
-    job = job_of(model, masks)
-    assert job.network.max_logits == MAX_LOGITS
-    job = replace(job, network=replace(job.network, max_logits=64 * 8192))
+    job = job_of(model, masks, batch=count * BATCH)
     opt = compress(model, masks, layout)
-    _, most = measured(model, opt, lambda: loss_of(model).backward())
-    assert peak(job, layout).peak_bytes == pytest.approx(most, rel=0.02)
+    _, most = measured(model, opt, lambda: [loss_of(model).backward() for _ in range(count)])
+    changed = replace(job, network=replace(job.network, **network))
+    assert peak(changed, layout).peak_bytes == pytest.approx(most, rel=rel)
+    return job
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_with_a_loss_in_chunks(checkpointing) -> None:
+    model = samo.chunk_loss_(model_of("llama", vocab_size=8192), max_logits=64 * 8192)
+    layout = Layout(weights="streamed", checkpointing=checkpointing, micro_batch=BATCH)
+    job = peak_job(model, layout, rel=0.02, max_logits=64 * 8192)
+    assert job.network.max_logits == MAX_LOGITS
     # The loss of a pipeline of such a model is the caller's own.
     assert job.network.logits(96 * BATCH, pipe=2) == 96 * BATCH * 8192
 
@@ -139,15 +132,8 @@ def test_the_peak_with_checkpointing_and_accumulation(family, count) -> None:
     model = model_of(family)
     if family == "gpt":
         model.config = replace(CONFIG, is_checkpointed=True)
-    else:
-        checkpoint_blocks(model)
-        model.train()
-    masks = samo.prune(model, 0.8)
     layout = Layout(weights="streamed", checkpointing=True, micro_batch=BATCH)
-    job = job_of(model, masks, batch=count * BATCH)
-    opt = compress(model, masks, layout)
-    _, most = measured(model, opt, lambda: [loss_of(model).backward() for _ in range(count)])
-    assert peak(job, layout).peak_bytes == pytest.approx(most, rel=0.05)
+    peak_job(model, layout, count, rel=0.05)
 
 
 def on_ranks(rank: int, num_ranks: int, layout: Layout, count: int) -> tuple[list[int], int]:

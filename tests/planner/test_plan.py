@@ -24,21 +24,6 @@ from samo.planner.this_machine import this_hardware
 from samo.train.resolve import resolve
 from tests.integrations.tiny_lms import tiny_lm
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize("freezes", [False, True])
-def test_llama_3_8b_is_known_by_name_and_fits_24_gb(freezes) -> None:
-    found = samo.plan(
-        "llama-3-8b", sparsity=0.8, gpu="rtx4090", batch=2, context=2048, freeze_embeddings=freezes
-    )
-    assert found.best is not None
-    assert found.best.layout.state == "lean"
-    assert found.best.memory.needed_bytes < 24e9
-    assert ("--freeze-embeddings" in found.command) == freezes
-    assert found.command.startswith("samo finetune MODEL_DIR ")
-    assert ("frozen: embedding, head" in str(found)) == freezes
-
 
 @pytest.mark.parametrize(
     ("typed", "units"),
@@ -99,7 +84,9 @@ def test_the_answer_comes_first() -> None:
     assert "; instead 15.0 GB with frozen embeddings: --freeze-embeddings" in " ".join(
         str(samo.plan(**small)).split()
     )
-    assert first(**small, freeze_embeddings=True).startswith("Barely, ")
+    frozen = str(samo.plan(**small, freeze_embeddings=True))
+    assert frozen.startswith("Barely, ")
+    assert "frozen: embedding, head" in frozen
     assert first(target="llama-3-8b").startswith("Yes, at 70 % sparsity (assumed): ")
 
 
@@ -307,6 +294,8 @@ def test_about_as_fast_is_exact_and_leaves_room() -> None:
     assert not samo.plan("gpt3-175b", gpu="rtx4090").command
 
 
+# The name that every version up to 5 has.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("gpu", ["rtx4090", "v100-16"])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_the_lines_for_a_module_run(family: str, gpu: str) -> None:

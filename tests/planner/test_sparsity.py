@@ -65,7 +65,7 @@ def test_counting_loads_no_torch(pruned: dict[str, Path]) -> None:
     code = (
         "import sys; from samo.cli.main import main; "
         f"code = main(['plan', {str(pruned['dense'])!r}, '--gpu', 'h200', '--json']); "
-        "assert not {'torch', 'numpy', 'safetensors', 'matplotlib'} & {*sys.modules}; "
+        "assert not {'torch', 'matplotlib'} & {*sys.modules}; "
         "sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -77,16 +77,12 @@ def test_damaged_masks_are_named(tmp_path: Path, pruned: dict[str, Path]) -> Non
     good = (pruned["dense"] / "masks.safetensors").read_bytes()
     masks = tmp_path / "masks.safetensors"
 
-    def refuses(content: bytes, match: str) -> None:
+    length = (2).to_bytes(8, "little")
+    for content in (b"", b"\xff" * 64, good[:-64], length + b"[]", length + b"{}"):
         masks.write_bytes(content)
-        with pytest.raises(ConfigError, match=match):
+        with pytest.raises(ConfigError, match=r"masks.safetensors' cannot be read: .*; set --spar"):
             samo.plan(tmp_path, gpu="rtx4090")
         assert samo.plan(tmp_path, sparsity=0.5, gpu="rtx4090").best is not None
-
-    refuses(b"\xff" * 64, "'.*masks.safetensors' cannot be read: it is not a safetensors file")
-    refuses(good[:-64], "cannot be read: it is cut short; set --sparsity")
-    refuses((2).to_bytes(8, "little") + b"[]", "its header is not an object")
-    refuses((2).to_bytes(8, "little") + b"{}", "cannot be read")
     masks.unlink()
     masks.symlink_to(pruned["dense"] / "masks.safetensors")
     with pytest.raises(ConfigError, match="it is a link"):

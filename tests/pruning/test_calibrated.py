@@ -16,7 +16,7 @@ from samo.pruning import sparsegpt
 from samo.pruning.blocks import BlockModel
 from samo.pruning.prune import prune
 from samo.pruning.scope import owl_counts
-from tests.meters import Experts, LiveBytes
+from tests.meters import Experts, NewBytes
 from tests.pruning.language_models import FAMILIES, Stack, batches, in_order, language_model
 from tests.pruning.published import blocks_of, reference, wanda_keep
 
@@ -147,19 +147,6 @@ def test_a_weight_of_two_blocks_gets_one_mask_and_is_pruned_in_both() -> None:
 # Memory
 
 
-class Beyond(LiveBytes):
-    """Counts what is alive beyond a model and its calibration tokens."""
-
-    def __init__(self, model: nn.Module, data: list[Tensor]) -> None:
-        super().__init__()
-        known = [*model.parameters(), *model.buffers(), *data]
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-
-    def see(self, tensor: Tensor) -> None:
-        if tensor.untyped_storage().data_ptr() not in self.known:
-            super().see(tensor)
-
-
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_memory_is_one_block_and_the_calibration_activations(method: Any) -> None:
     width, inner = 128, 512
@@ -168,7 +155,7 @@ def test_memory_is_one_block_and_the_calibration_activations(method: Any) -> Non
     for layers in (2, 6):
         sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
         model = language_model("llama", **sizes)
-        with Beyond(model, data) as meter:
+        with NewBytes() as meter:
             masks = prune(model, 0.5, method=method, calibration=data)
         peaks[layers] = meter.peak_bytes - sum(mask.nbytes for mask in masks.values())
     assert peaks[6] <= 1.02 * peaks[2]  # whatever the number of blocks

@@ -5,7 +5,7 @@ format. They may come from strangers: of a folder, only files in it are read, an
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,8 @@ def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]
 
     with _naming(path), ParquetFile(path) as file:
         chosen = [name for name in file.schema_arrow.names if name in columns] or None
-        yield from enumerate(_rows(file.iter_batches(_ROWS_AT_ONCE, columns=chosen)), 1)
+        batches = file.iter_batches(_ROWS_AT_ONCE, columns=chosen)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
 def check_folder(path: Path) -> None:
@@ -64,21 +65,13 @@ def folder_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]
 def _stream_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow
 
-    def batches() -> Iterator[Any]:
-        with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-            for batch in stream:
-                batch.validate(full=True)  # or a damaged file could make it read beyond the end
-                chosen = [name for name in batch.schema.names if name in columns]
-                batch = batch.select(chosen) if chosen else batch
-                for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    yield batch.slice(start, _ROWS_AT_ONCE)
-
-    with _naming(path):
-        yield from _rows(batches())
-
-
-def _rows(batches: Iterable[Any]) -> Iterator[Any]:
-    return (row for batch in batches for row in batch.to_pylist())
+    with _naming(path), pyarrow.memory_map(str(path)) as file:
+        for batch in pyarrow.ipc.open_stream(file):
+            batch.validate(full=True)  # or a damaged file could make it read beyond the end
+            chosen = [name for name in batch.schema.names if name in columns]
+            batch = batch.select(chosen) if chosen else batch
+            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
 
 
 def _check_arrow(path: Path) -> None:

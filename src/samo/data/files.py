@@ -29,7 +29,6 @@ from samo.utils import atomic_io
 
 __all__ = []
 
-MAX_VOCAB_SIZE: Final = 2**31
 TOKEN_SUFFIXES: Final = (".npy", ".bin")
 
 _HEAD_BYTES: Final = 2**24

@@ -13,6 +13,7 @@ from samo.errors import DataError, nearest
 
 __all__ = ["ByteTokenizer", "Tokenizer", "open_tokenizer"]
 
+MAX_VOCAB_SIZE: Final = 2**31
 _FILE: Final = "tokenizer.json"
 
 
@@ -63,11 +64,14 @@ def open_tokenizer(name: str) -> Tokenizer:
             "transformers' tokenizer.save_pretrained(folder)"
         )
     try:
-        return _FolderTokenizer(name, file)
+        from tokenizers import Tokenizer as HuggingFace
     except ImportError:
         raise DataError(
             f"the tokenizer in '{name}' needs the package tokenizers: pip install tokenizers"
         ) from None
+    with naming(file, "cannot be read"):
+        fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()
+        return FastTokenizer(name, file, fingerprint, HuggingFace.from_file(str(file)))
 
 
 @contextmanager
@@ -81,27 +85,28 @@ def naming(file: Path, what: str) -> Iterator[None]:
         raise DataError(f"'{file}' {what}: {error}") from None
 
 
-class _FolderTokenizer:
+class FastTokenizer:
     """A tokenizer of Hugging Face's ``tokenizers``, without special tokens added."""
 
-    def __init__(self, name: str, file: Path) -> None:
-        from tokenizers import Tokenizer as HuggingFace
-
+    def __init__(self, name: str, path: Path, fingerprint: str, backend: Any) -> None:
         self.name = name
-        self._file: Final = file
-        with naming(file, "cannot be read"):
-            self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()
-            self._tokenizer: Final = HuggingFace.from_file(str(file))
-            # The file may set both, which would cut or pad a training text.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            # The largest id, not the number of ids: some vocabularies have gaps.
-            self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.fingerprint = fingerprint
+        self.path: Final = path
+        self.backend: Final = backend
+        # Its file may set both, which would cut or pad a training text.
+        backend.no_truncation()
+        backend.no_padding()
+        # The largest id, not the number of ids: some vocabularies have gaps.
+        self.vocab_size = max(backend.get_vocab().values()) + 1
+        if self.vocab_size >= MAX_VOCAB_SIZE:
+            raise ValueError(f"it has the token {self.vocab_size - 1:,}")
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        with naming(self._file, "cannot encode the text"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Return the tokens of a text."""
+        with naming(self.path, "cannot encode the text"):
+            ids = self.backend.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 
     def decode(self, ids: NDArray[Any]) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        """Return the text of tokens."""
+        return str(self.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samo.data import files
-from samo.data.tokenizers import ByteTokenizer, Tokenizer
+from samo.data.tokenizers import MAX_VOCAB_SIZE, ByteTokenizer, Tokenizer
 from samo.errors import DataError
 
 __all__ = ["Tokens", "open_tokens"]
@@ -100,14 +100,9 @@ def open_tokens(
     has_text = any(path.suffix not in files.TOKEN_SUFFIXES for path in given)
     if vocab_size is None and (has_text or not is_bytes):
         vocab_size = tokenizer.vocab_size
-    if vocab_size is not None and vocab_size > files.MAX_VOCAB_SIZE:
-        raise DataError(
-            f"tokenizer '{tokenizer.name}' has tokens up to {vocab_size - 1:,}, more than "
-            f"{files.MAX_VOCAB_SIZE - 1:,}; check its file"
-        )
 
     segments: list[NDArray[Any]] = []
-    largest, limit = 0, vocab_size or files.MAX_VOCAB_SIZE
+    largest, limit = 0, vocab_size or MAX_VOCAB_SIZE
     for path in given:
         try:
             if path.suffix in files.TOKEN_SUFFIXES:

@@ -145,9 +145,9 @@ class Logits(Tensor):
                 return func(*args, **kwargs)
         others = (*args[1:], *kwargs.values())
         if name in _ELEMENTWISE and not any(isinstance(other, Tensor) for other in others):
-            own = args[0]
-            function = functools.partial(_apply, func, args[1:], kwargs)
-            return Logits.of(own.hidden, own.head, own, (*own.functions, function))
+            own, *rest = args
+            functions = (*own.functions, lambda logits: func(logits, *rest, **kwargs))
+            return Logits.of(own.hidden, own.head, own, functions)
         args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -171,11 +171,6 @@ _ELEMENTWISE: Final = frozenset(
     {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "tanh", "contiguous"}
 )
 """What models do to logits, with numbers: it applies to a chunk as to all of them."""
-
-
-def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor) -> Tensor:
-    result: Tensor = func(logits, *args, **kwargs)
-    return result
 
 
 # Hooks

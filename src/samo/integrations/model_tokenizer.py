@@ -19,9 +19,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from samo.data.files import MAX_VOCAB_SIZE
 from samo.data.rows import Chat, Completion, Example, Text
-from samo.data.tokenizers import naming
+from samo.data.tokenizers import FastTokenizer, naming
 from samo.errors import DataError, first_words
 from samo.integrations.folder_files import TOKENIZER_FILES, check_entries
 
@@ -53,7 +52,7 @@ def open_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-class ModelTokenizer:
+class ModelTokenizer(FastTokenizer):
     """The tokenizer in a model folder, read by transformers. No code from the folder runs.
 
     Example:
@@ -73,8 +72,6 @@ class ModelTokenizer:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         path = Path(folder)
         self._tokenizer: Final[Any] = open_tokenizer(path)
-        self.name = str(folder)
-        self._path: Final = path
         with naming(path, _UNREADABLE):
             found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
             contents = [
@@ -83,26 +80,11 @@ class ModelTokenizer:
             backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if backend is None:
                 raise ValueError("it has no tokenizer.json, and transformers cannot make one")
-            # The file may set both, which would cut or pad an example.
-            backend.no_truncation()
-            backend.no_padding()
-            self._backend: Final[Any] = backend
-            # The largest id, not the number of ids: some vocabularies have gaps.
-            self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-            if self.vocab_size >= MAX_VOCAB_SIZE:
-                raise ValueError(f"it has the token {self.vocab_size - 1:,}")
+            fingerprint = hashlib.sha256(repr(contents).encode()).hexdigest()
+            super().__init__(str(folder), path, fingerprint, backend)
             bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
             self._bos: Final = [bos] if bos in self._tokenizer("").input_ids else []
             self._eos: Final = [] if eos is None else [eos]
-        self.fingerprint = hashlib.sha256(repr(contents).encode()).hexdigest()
-
-    def encode(self, text: str) -> NDArray[np.uint32]:
-        """Return the tokens of a text, without special tokens added."""
-        return np.array(self._encode([text])[0].ids, dtype=np.uint32)
-
-    def decode(self, ids: NDArray[Any]) -> str:
-        """Return the text of tokens."""
-        return str(self._tokenizer.decode(np.asarray(ids).tolist()))
 
     def encode_examples(
         self, examples: Sequence[tuple[str, Example]]
@@ -137,8 +119,8 @@ class ModelTokenizer:
         return self._marked(prompt.ids, rest)
 
     def _encode(self, texts: list[str]) -> Sequence[Any]:
-        with naming(self._path, "has a tokenizer that cannot encode the text"):
-            encoded: Sequence[Any] = self._backend.encode_batch(texts, add_special_tokens=False)
+        with naming(self.path, "has a tokenizer that cannot encode the text"):
+            encoded: Sequence[Any] = self.backend.encode_batch(texts, add_special_tokens=False)
         return encoded
 
     def _marked(self, read: list[int], learned: list[int]) -> NDArray[np.int32]:

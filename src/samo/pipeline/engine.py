@@ -87,8 +87,6 @@ class Engine:
         ['forward', 'backward', 'step']
     """
 
-    alternates = True  # a benchmark compares with backward first
-
     def __init__(self, stages: Iterable[Progress]) -> None:
         self.stages: Final = {progress.stage: progress for progress in stages}
         self._was_backward = False
@@ -109,7 +107,7 @@ class Engine:
         for stage in self.stages.values():  # the last one that can
             forward = stage if stage.can_go_forward else forward
             backward = stage if stage.can_go_backward else backward
-        is_turn = forward is not None and self._was_backward and self.alternates
+        is_turn = forward is not None and self._was_backward
         if backward is not None and not is_turn:
             self._was_backward = True
             return backward.backward()

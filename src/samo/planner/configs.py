@@ -20,6 +20,17 @@ __all__ = ["FAMILIES", "from_config", "from_module", "read_config"]
 
 _MAX_BYTES: Final = 2**24
 
+_MOST: Final = 2**24
+_MOST_LAYERS: Final = 2**12
+_SIZES: Final = (
+    *("n_embd", "n_layer", "n_head", "n_inner", "n_positions"),
+    *("hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+    *("sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"),
+    "decoder_sparse_step",
+)
+
 FAMILIES: Final = {
     "gpt2": "", "llama": "", "mistral": "", "qwen2": "qkv bias", "qwen3": "qk norms",
     "gemma": "", "gemma2": "four norms", "gemma3_text": "four norms, qk norms",
@@ -83,17 +94,28 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Network:
             f"the config's model_type is '{family}'{guess}; samo plan knows {', '.join(FAMILIES)}. "
             "For another transformer pass --num-layers, --width and --vocab-size"
         )
+    sizes = {key: config[key] for key in _SIZES if config.get(key)}  # others are as if not there
+    for key, value in sizes.items():
+        most = _MOST_LAYERS if key in ("num_hidden_layers", "n_layer") else _MOST
+        if type(value) is not int or not 0 < value <= most:
+            raise ConfigError(
+                f"the config of '{name or family}' is damaged: {key} must be a whole number, 1 to "
+                f"{most:,}, got {str(value)[:40]}"
+            )
+    others = {key: value for key, value in config.items() if key not in _SIZES}
     try:
         if family == "gpt2":
-            return _gpt2(config, name)
-        return _llama(config, name, family)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+            return _gpt2(others | sizes, name)
+        return _llama(others | sizes, name, family)
+    except (KeyError, TypeError) as error:
         raise ConfigError(f"the config of '{name or family}' lacks {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"the config of '{name or family}' is damaged: {error}") from None
 
 
 def _gpt2(config: Mapping[str, Any], name: str) -> Network:
     d, context = config["n_embd"], config.get("n_positions", 1024)
-    inner = config.get("n_inner") or 4 * d
+    inner = config.get("n_inner", 4 * d)
     shape = GPTConfig(
         num_layers=config["n_layer"],
         width=d,
@@ -127,8 +149,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
     d, vocab, count = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
     default = 128 if family == "qwen3" else 256 if family.startswith("gemma") else d // heads
-    size = config.get("head_dim") or default
-    q, kv = heads * size, (config.get("num_key_value_heads") or heads) * size
+    size = config.get("head_dim", default)
+    q, kv = heads * size, config.get("num_key_value_heads", heads) * size
     f = config["intermediate_size"]
     norms = 4 if "four norms" in traits else 2
     norm_bytes = 10 if family.startswith("gemma") else 8  # saved: fp32 input, two results
@@ -169,9 +191,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
 
     blocks = [block(gated(f), f, 0, 45)] * count
     if "experts" in traits:
-        experts, top = config.get("num_local_experts"), config["num_experts_per_tok"]
-        experts = experts or config["num_experts"]
-        inner = config.get("moe_intermediate_size", f)
+        experts = config.get("num_local_experts") or config["num_experts"]
+        top, inner = config["num_experts_per_tok"], config.get("moe_intermediate_size", f)
         share = {"stack": experts, "share": top / experts}
         mlp: tuple[Matrix, ...] = (
             Matrix("experts", d, 2 * inner, **share),
@@ -185,7 +206,8 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         mixed = block(mlp, wide, 6 * top * d + 4 * experts, 60 + 8 * experts)
         every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         blocks = [blocks[i] if i in plain or (i + 1) % every else mixed for i in range(count)]
-    if window := _window(config, family):
+    has_window = not family.startswith("qwen") or config.get("use_sliding_window")
+    if has_window and (window := config.get("sliding_window")):
         local = {layer: replace(layer, window=window) for layer in {*blocks}}
         period = {"gemma2": 2, "gemma3_text": 6}.get(family, 0)
         blocks = [
@@ -209,10 +231,3 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         context=config.get("max_position_embeddings", 2048),
         has_chunks=False,
     )
-
-
-def _window(config: Mapping[str, Any], family: str) -> int:
-    """Return the window of attention, 0 if there is none."""
-    if family.startswith("qwen") and not config.get("use_sliding_window"):
-        return 0
-    return int(config.get("sliding_window") or 0)

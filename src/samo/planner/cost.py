@@ -153,18 +153,12 @@ def _layer_pass(
 @lru_cache(maxsize=65536)
 def _kernel_pass(layer: Layer, hardware: Hardware, item: int, fp32: bool) -> tuple[float, float]:
     """Return the seconds to expand and to compress all pruned matrices of a layer once."""
-    expand = compress = 0.0
-    for matrix in layer.matrices:
-        if matrix.sparsity:
-            kept = (1 - matrix.sparsity) * matrix.numel
-            whole = (item + 0.129) * matrix.numel
-            expand += hardware.expand * (whole + 4 * kept) / hardware.achieved_bandwidth
-            compress += (
-                hardware.compress
-                * (whole + (4 if fp32 else 2) * kept)
-                / hardware.achieved_bandwidth
-            )
-    return expand, compress
+    pruned = [matrix for matrix in layer.matrices if matrix.sparsity]
+    whole = sum((item + 0.129) * matrix.numel for matrix in pruned)
+    kept = sum((1 - matrix.sparsity) * matrix.numel for matrix in pruned)
+    speed = hardware.achieved_bandwidth
+    expand = hardware.expand * (whole + 4 * kept) / speed
+    return expand, hardware.compress * (whole + (4 if fp32 else 2) * kept) / speed
 
 
 def stage_times(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:

@@ -39,6 +39,9 @@ _PCIE_5: Final = Link(50e9, 1e-5)
 _ETHERNET_10G: Final = Link(1.25e9, 5e-5)
 _INFINIBAND_S: Final = 1e-5
 
+_MAY_BE_ZERO: Final = ("overlap", "launch_s", "latency_s", "reserved_bytes")
+_HUGE: Final = 1e300
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
@@ -67,10 +70,10 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "flops", "bandwidth", "gpus_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"hardware '{self.name}': {name} must be over 0, got {value!r}")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ConfigError(f"hardware '{self.name}': no flops of dtype {self.dtype!r} are known")
+        for part in (self, self.intra, self.inter):
+            _check_numbers(self.name, part)
 
     @property
     def achieved_flops(self) -> float:
@@ -86,6 +89,18 @@ class Hardware:
     def usable_bytes(self) -> float:
         """Memory that a step may take."""
         return self.memory_bytes - self.reserved_bytes
+
+
+def _check_numbers(name: str, part: Hardware | Link) -> None:
+    """Refuse what cannot be computed with."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.type not in (int, float):
+            continue
+        is_number = isinstance(value, int if field.type is int else int | float)
+        is_right = is_number and 0 <= value <= _HUGE
+        if not is_right or not (value or field.name in _MAY_BE_ZERO):
+            raise ConfigError(f"hardware '{name}': {field.name} must be over 0, got {value!r:.40}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +259,6 @@ def _read(path: Path) -> Hardware:
         for key in {"intra", "inter"} & {*found}:
             found[key] = Link(**found[key])
         return Hardware(**{"name": path.stem, **found})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"hardware file '{path}': {what}") from None

@@ -84,7 +84,9 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
             continue
         mesh = Layout(scheme=scheme, pipe=pipe, data=data)
         can_shard = pipe == 1 and data > 1 and scheme in ("samo", "dense", "8-bit")
-        for rows, again in itertools.product(_powers(-(-job.batch // data)), (False, True)):
+        most = -(-job.batch // data)
+        powers = sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
+        for rows, again in itertools.product(powers, (False, True)):
             own = replace(mesh, micro_batch=rows, checkpointing=again)
             for state, weights in itertools.product(states, kinds):
                 yield replace(own, state=state, weights=weights)
@@ -174,15 +176,6 @@ def _budget(job: Job, layout: Layout, cluster: Cluster) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * _ROUND) else (low, middle)
     return low * _ROUND
-
-
-def _powers(limit: int) -> Iterator[int]:
-    """Yield the powers of two up to a limit, and the limit."""
-    size = 1
-    while size < limit:
-        yield size
-        size *= 2
-    yield limit
 
 
 def _complexity(option: Option) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
 
 from samo.pipeline.engine import Action, Engine, MessageKind, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
@@ -17,40 +16,12 @@ from samo.planner.cost import link_s, message_bytes, stage_times
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 
-__all__ = ["Schedule", "simulate", "simulate_step"]
+__all__ = ["simulate", "simulate_step"]
 
-Schedule = Literal["message-driven", "backward-first", "1f1b"]
 Duration = Callable[[int, Pass, int], float]
 Delay = Callable[[int, int], float]
 Message = tuple[MessageKind, int]
 """A message and its micro-batch."""
-
-
-class BackwardFirst(Engine):
-    """Takes every backward pass that is possible before any forward pass."""
-
-    alternates = False
-
-
-class OneForwardOneBackward(Engine):
-    """Goes forward up to its limit, then in turns, and waits if the next message is late."""
-
-    def next(self) -> Action:
-        """Decide: the next pass of the order, if its message is there."""
-        (one,) = self.stages.values()
-        if one.backwards == one.num_micro_batches:
-            return Action("step")
-        is_full = one.forwards - one.backwards == one.in_flight
-        if is_full or one.forwards == one.num_micro_batches:
-            return one.backward() if one.can_go_backward else Action("receive")
-        return one.forward() if one.can_go_forward else Action("receive")
-
-
-_ENGINES: Final[dict[Schedule, type[Engine]]] = {
-    "message-driven": Engine,
-    "backward-first": BackwardFirst,
-    "1f1b": OneForwardOneBackward,
-}
 
 
 def simulate(
@@ -58,7 +29,7 @@ def simulate(
     num_micro_batches: int,
     *,
     in_flight: int | Sequence[int] | None = None,
-    schedule: Schedule = "message-driven",
+    engine: type[Engine] = Engine,
     stages_per_rank: int = 1,
     duration: Duration = lambda stage, what, micro_batch: 1.0 if what == "forward" else 2.0,
     delay: Delay = lambda source, target: 0.0,
@@ -79,8 +50,8 @@ def simulate(
     Args:
         num_stages: Number of stages.
         num_micro_batches: Micro-batches.
-        in_flight: As for `samo.Pipeline`; for "1f1b" a number, the limit of its first stage.
-        schedule: samo's own, or another one to compare with.
+        in_flight: As for `samo.Pipeline`.
+        engine: What decides: samo's own, or another one to compare with.
         stages_per_rank: As for `samo.Pipeline`; a rank computes one of its stages at a time.
         duration: Seconds of a pass, by stage, pass and micro-batch.
         delay: Seconds a message takes on its way, by source and target.
@@ -91,11 +62,9 @@ def simulate(
         RuntimeError: All stages wait for each other.
     """
     limits = in_flight_limits(in_flight, num_stages)
-    if schedule == "1f1b":
-        limits = tuple(max(limits[0] - stage, 1) for stage in range(num_stages))
     num_ranks = num_stages // stages_per_rank
     engines = [
-        _ENGINES[schedule](
+        engine(
             Progress(stage, num_stages, num_micro_batches, limits[stage])
             for stage in range(rank, num_stages, num_ranks)
         )
@@ -133,27 +102,25 @@ def simulate(
             inbox[rank].append((stage, entry))
         if doing[rank] != "receive":
             continue
-        engine = engines[rank]
+        own = engines[rank]
         for target, message in inbox[rank]:
-            engine.stages[target].receive(*message)
-            watch(engine)
+            own.stages[target].receive(*message)
+            watch(own)
         inbox[rank].clear()
-        action = engine.next()
-        watch(engine)
-        kind, micro_batch, own = action
+        action = own.next()
+        watch(own)
+        kind, micro_batch, stage = action
         doing[rank] = kind
         if kind == "forward" or kind == "backward":
-            end = now + duration(own, kind, micro_batch)
-            events.append(Event(now, end, own, kind, micro_batch))
-            enter(end, own, action)
+            end = now + duration(stage, kind, micro_batch)
+            events.append(Event(now, end, stage, kind, micro_batch))
+            enter(end, stage, action)
     if waiting := [rank for rank, kind in enumerate(doing) if kind != "step"]:
         raise RuntimeError(f"ranks {waiting} wait for messages that nobody will send")
     return Timeline(num_stages, num_micro_batches, events)
 
 
-def simulate_step(
-    job: Job, layout: Layout, cluster: Cluster, *, schedule: Schedule = "message-driven"
-) -> Timeline:
+def simulate_step(job: Job, layout: Layout, cluster: Cluster) -> Timeline:
     """Simulate the passes of a step with the times of the cost model; all replicas do the same."""
     passes = stage_times(job, layout, cluster)
     latency = link_s(0, layout, cluster)
@@ -165,7 +132,6 @@ def simulate_step(
     return simulate(
         layout.pipe,
         layout.micro_batches(job),
-        schedule=schedule,
         duration=lambda stage, what, _: (forward if what == "forward" else backward)[stage],
         delay=lambda source, target: latency,
         occupied=lambda source, target: occupied,

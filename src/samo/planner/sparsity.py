@@ -5,13 +5,13 @@ values, the shapes in the headers say it.
 """
 
 import math
-import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from safetensors import SafetensorError, safe_open
 
 from samo.errors import ConfigError
 from samo.planner.configs import read_json
@@ -27,8 +27,6 @@ __all__ = ["pruned_as_read", "pruned_by_masks"]
 _MASKS: Final = "masks.safetensors"
 _BITMAPS: Final = (("_bitmap", "", 32), (".bitmask", ".compressed", 0))
 """Ends of the names of bits and of kept values, and the bytes of a digest behind the bits."""
-_MAX_HEADER: Final = 10**8  # as in safetensors
-_CHUNK: Final = 2**20
 
 
 def pruned_as_read(path: Path, network: Network) -> tuple[Network, str] | None:
@@ -47,7 +45,7 @@ def pruned_as_read(path: Path, network: Network) -> tuple[Network, str] | None:
     for file in files:
         try:
             pruned.update(_mask_file(file) if file == masks else _weight_file(file))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             what = (error.strerror if isinstance(error, OSError) else "") or str(error)
             raise ConfigError(
                 f"'{file}' cannot be read: {what}; set --sparsity to plan without it"
@@ -91,16 +89,12 @@ def _kind(name: str, dims: int) -> Kind:
 
 
 def _mask_file(path: Path) -> dict[tuple[str, int], int]:
-    """Count the bits of samo's mask file, a chunk at a time."""
+    """Count the bits of samo's mask file."""
     found = {}
-    with _opened(path) as (header, data, start):
-        shapes = untrusted.parse_json(header["__metadata__"]["shapes"].encode())
+    with _opened(path) as file:
+        shapes = untrusted.parse_json(file.metadata()["shapes"].encode())
         for name, shape in shapes.items():
-            begin, end = (start + offset for offset in header[name]["data_offsets"])
-            if not start <= begin <= end <= len(data):
-                raise ValueError("it is cut short")
-            chunks = (data[at : min(at + _CHUNK, end)] for at in range(begin, end, _CHUNK))
-            kept = sum(int.from_bytes(chunk).bit_count() for chunk in chunks)
+            kept = int.from_bytes(file.get_tensor(name).tobytes()).bit_count()
             found[name, len(shape)] = math.prod(shape) - kept
     return found
 
@@ -108,28 +102,19 @@ def _mask_file(path: Path) -> dict[tuple[str, int], int]:
 def _weight_file(path: Path) -> dict[tuple[str, int], int]:
     """Take the weights with a bitmap beside their kept values."""
     found = {}
-    with _opened(path) as (header, _, _):
-        for name, entry in header.items():
-            for suffix, values, digest in _BITMAPS:
-                weight = name.removesuffix(suffix)
-                if name.endswith(suffix) and weight + values in header:
-                    kept = math.prod(header[weight + values]["shape"])
-                    found[weight, 2] = 8 * (math.prod(entry["shape"]) - digest) - kept
+    with _opened(path) as file:
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    for name, size in sizes.items():
+        for suffix, values, digest in _BITMAPS:
+            weight = name.removesuffix(suffix)
+            if name.endswith(suffix) and weight + values in sizes:
+                found[weight, 2] = 8 * (size - digest) - sizes[weight + values]
     return found
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[dict[str, Any], mmap.mmap, int]]:
-    """Yield the header of a safetensors file, all its bytes, and where its tensors start."""
+def _opened(path: Path) -> Any:
+    """Open a safetensors file, or a link of the hub's cache to one of the same repository."""
     file = path.resolve()
-    # Links of the hub's cache lead to the files of the same repository.
     is_cached = file.parent == path.parent.resolve().parent.parent / "blobs"
     untrusted.check_file(file if is_cached else path)
-    with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = 8 + int.from_bytes(data[:8], "little")
-        if start > min(_MAX_HEADER, len(data)):
-            raise ValueError("it is not a safetensors file")
-        header = untrusted.parse_json(data[8:start])
-        if not isinstance(header, dict):
-            raise ValueError("its header is not an object")
-        yield header, data, start
+    return safe_open(file, framework="numpy")

@@ -106,11 +106,8 @@ def _keep_by_inputs(inputs: Inputs, group: Group, seed: int) -> Tensor:
     """Return which weights Wanda keeps, (matrices, outputs, inputs)."""
     scores = _scores(inputs)
     rows = scores.flatten(0, 1)
-    if group.pattern is not None:
-        kept, size = group.pattern
-        words = keep_neighbours(inputs.name, rows, 1, size, kept, seed)
-    else:
-        count, columns = rows.shape
-        ends = torch.arange(count + 1, device=rows.device) * group.kept // count
-        words = keep_neighbours(inputs.name, rows, 1, columns, ends.diff(), seed)
+    count, columns = rows.shape
+    ends = torch.arange(count + 1, device=rows.device) * group.kept // count
+    kept, size = group.pattern or (ends.diff(), columns)
+    words = keep_neighbours(inputs.name, rows, 1, size, kept, seed)
     return bitmap.unpack(words, 0, rows.numel()).view(scores.shape)

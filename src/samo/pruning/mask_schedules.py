@@ -169,15 +169,14 @@ class GradualPruning(MaskSchedule):
         settings = {"start": start, "stop": stop, "every": every, "initial": initial}
         super().__init__(model, opt, seed, {**settings, "sparsity": sparsity})
         weights = self._weights()
-        kept = {name: _num_kept(weight, sparsity) for name, weight in weights.items()}
-        if not all(kept.values()):
-            name = min(kept, key=lambda name: kept[name])
-            raise MaskError(
-                f"sparsity {sparsity} would keep none of the {weights[name].shape.numel():,} "
-                f"weights of '{name}'; leave it without a mask, or prune less"
-            )
+        for name, weight in weights.items():
+            if not _num_kept(weight, sparsity):
+                raise MaskError(
+                    f"sparsity {sparsity} would keep none of the {weight.shape.numel():,} weights "
+                    f"of '{name}'; leave it without a mask, or prune less"
+                )
         # A run that resumes after its last pruning keeps exactly as many.
-        if all(weight.kept < kept[name] for name, weight in weights.items()):
+        if all(weight.kept < _num_kept(weight, sparsity) for weight in weights.values()):
             raise MaskError(
                 f"every tensor is already sparser than sparsity {sparsity}, so nothing would be "
                 "pruned; raise it, or start from samo.Masks.ones(model)"

@@ -182,18 +182,13 @@ def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list
     numels = [count * math.prod(sizes) for count, sizes in matrices]
     # A count is density times numel, so counts are proportional to the sums of sizes.
     parts = [count * sum(sizes) for count, sizes in matrices]
-    open_ = set(range(len(matrices)))
-    while True:
-        left = kept - sum(numel for i, numel in enumerate(numels) if i not in open_)
-        total = sum(parts[i] for i in open_)
-        shares = {i: Fraction(left * parts[i], total) for i in sorted(open_)}
-        # The excess of one tensor only raises the shares of the others: those over stay over.
-        over = {i for i in open_ if shares[i] > numels[i]}
-        if not over:
-            break
-        open_ -= over
-    counts = [math.floor(shares[i]) if i in open_ else numel for i, numel in enumerate(numels)]
-    return _rounded_up(counts, shares, kept)
+    left, total = Fraction(kept), sum(parts)
+    shares = [Fraction()] * len(parts)
+    # Those that keep everything come first: what is over raises the shares of the others.
+    for i in sorted(range(len(parts)), key=lambda i: Fraction(numels[i], parts[i])):
+        shares[i] = min(left * parts[i] / total, Fraction(numels[i]))
+        left, total = left - shares[i], total - parts[i]
+    return _rounded(shares, kept)
 
 
 def owl_counts(numels: Sequence[int], ratios: Sequence[float], sparsity: float) -> list[int]:
@@ -206,18 +201,18 @@ def owl_counts(numels: Sequence[int], ratios: Sequence[float], sparsity: float) 
     mean, exact = 1 - Fraction(sparsity), [Fraction(ratio) for ratio in ratios]
     center = sum(map(operator.mul, exact, numels), Fraction()) / total
     offsets = [ratio - center for ratio in exact]
-    spread = max(offsets) - min(offsets)
-    slope = Fraction(_OWL_RANGE) / spread if spread else Fraction()
-    if spread:
-        slope = min(slope, (1 - mean) / max(offsets), mean / 2 / -min(offsets))
-    shares = {i: (mean + slope * offsets[i]) * numel for i, numel in enumerate(numels)}
-    counts = [math.floor(share) for share in shares.values()]
-    return _rounded_up(counts, shares, total - round(total * sparsity))
+    most, least = max(offsets), min(offsets)
+    slope = Fraction()
+    if most > least:
+        slope = min(Fraction(_OWL_RANGE) / (most - least), (1 - mean) / most, mean / 2 / -least)
+    shares = [(mean + slope * offset) * numel for offset, numel in zip(offsets, numels)]
+    return _rounded(shares, total - round(total * sparsity))
 
 
-def _rounded_up(counts: list[int], shares: Mapping[int, Fraction], total: int) -> list[int]:
-    """Add 1 to the counts with the largest fractions cut off, earlier ones first, up to a total."""
-    by_fraction = sorted(shares, key=lambda i: (counts[i] - shares[i], i))
+def _rounded(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Round shares to a total: those with the largest fractions up, earlier ones first."""
+    counts = [math.floor(share) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
     for i in by_fraction[: total - sum(counts)]:
         counts[i] += 1
     return counts

@@ -76,7 +76,8 @@ def _prune_(
         errors = torch.empty_like(part)
         if pattern is None:
             share = kept * stop // columns - kept * start // columns
-            part_keep.copy_(_largest(part / diagonal, share, f"{name}:{start}", seed))
+            words = largest(f"{name}:{start}", part / diagonal, share, seed)
+            part_keep.copy_(bitmap.unpack(words, 0, part.numel()).view(part.shape))
         for column in range(stop - start):
             if pattern is not None and column % pattern.group == 0:
                 group = slice(column, column + pattern.group)
@@ -89,8 +90,3 @@ def _prune_(
         part.masked_fill_(~part_keep, 0)  # not w - w / d * d
         weight[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
     return keep
-
-
-def _largest(costs: Tensor, kept: int, name: str, seed: int) -> Tensor:
-    words = largest(name, costs, kept, seed)
-    return bitmap.unpack(words, 0, costs.numel()).view(costs.shape)
