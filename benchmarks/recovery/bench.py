@@ -195,7 +195,7 @@ def fit(
 def train_unpruned(model: nn.Module, job: Job) -> Row:
     """Train all weights of the dense model."""
     opt = torch.optim.AdamW(samo.param_groups(model, lr=1.0, weight_decay=0.01), fused=True)
-    return fit(model, opt, job, lr=job.options.lr)
+    return fit(model, opt, job, lr=job.options.dense_lr)
 
 
 def train_samo(model: nn.Module, masks: samo.Masks, job: Job, *, distills: bool) -> Row:
@@ -285,12 +285,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder with its tokenizer")
     parser.add_argument("--train", type=Path, nargs="+", required=True, help="text files")
     parser.add_argument("--valid", type=Path, nargs="+", required=True, help="held-out text files")
-    parser.add_argument("--methods", nargs="+", default=["magnitude", "wanda", "sparsegpt"])
+    parser.add_argument("--methods", nargs="*", default=["magnitude", "wanda", "sparsegpt"])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
     parser.add_argument("--tokens", type=int, default=5_000_000, help="to train on, per contender")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--lora-lr", type=float, default=1e-3)
+    # Rates: the best of a million tokens.
+    parser.add_argument("--lr", type=float, default=1e-3, help="of pruned models")
+    parser.add_argument("--dense-lr", type=float, default=3e-4)
+    parser.add_argument("--lora-lr", type=float, default=3e-3)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on")
