@@ -113,8 +113,8 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
         if rate is not None and rate not in tables:
             tables[rate] = corrections_by_age(update, settings)
             tables[rate][0].neg_()
-        # Groups of 8-bit codes follow the mask; all other values are a plain vector.
-        mask = update.mask if is_lean else update.mask_of_copy
+        # Groups of 8-bit codes and dense copies follow the mask; all else is a plain vector.
+        mask = update.mask if is_lean or update.dense is not None else None
         numel = update.param.numel() if mask is None else mask.numel
         rows.append(_row(update, tables.get(rate), mask, numel))
         seeds.append(int(update.step) * 0x85EBCA77 & 0xFFFFFFFF if is_lean else 0)
