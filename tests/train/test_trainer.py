@@ -282,7 +282,7 @@ def test_an_interrupted_sample_is_left_out(run: Path, monkeypatch: pytest.Monkey
     def impatient(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("samo.train.gpt_subject.generate", impatient)
+    monkeypatch.setattr("samo.train.gpt_subject.stream", impatient)
     result = resume(run)
     assert (result.step, result.sample) == (8, None)
     assert lines(run, "end")[-1]["reason"] == "done"
