@@ -18,11 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import samo
 from samo.core.compress import masks as masks_of
 from samo.kernels import lean
-from tests.core.twins import batches, compressed, loss_of, mlp, step
+from tests.core.twins import X, batches, compressed, loss_of, mlp, step
 from tests.meters import assert_same, small_gpt, tokens
 from tests.ranks import run_ranks
-
-X = torch.linspace(-1, 1, 36).view(3, 12)
 
 # How models are compressed, and what their optimizer keeps.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -14,11 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
-from tests.core.twins import assert_equal, batches, compressed, loss_of, mlp, step, twins, worst
+from tests.core.twins import X, assert_equal, batches, compressed, loss_of, mlp, step, twins, worst
 from tests.meters import DenseGradients, LiveBytes, ignores_dynamo, small_gpt, tokens
-
-X = torch.linspace(-1, 1, 36).view(3, 12)
-
 
 # Hooks ------------------------------------------------------------------------------------------
 

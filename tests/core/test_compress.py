@@ -11,10 +11,8 @@ from torch.nn.utils import prune as torch_prune
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
-from tests.core.twins import compressed, mlp, pruned_entries
+from tests.core.twins import X, compressed, mlp, pruned_entries
 from tests.meters import LiveBytes, SmallResNet, small_gpt, tokens
-
-X = torch.linspace(-1, 1, 36).view(3, 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -20,6 +20,7 @@ from tests.core.twins import (
     mask_,
     mlp,
     pruned_entries,
+    random_masks,
     step,
     twins,
     worst,
@@ -173,17 +174,6 @@ def test_bf16_training_under_autocast_follows_masked_dense_training() -> None:
 # Other models -----------------------------------------------------------------------------------
 
 
-def masks_of_all(model: nn.Module, density: float = 0.5) -> samo.Masks:
-    """Prune every tensor with two dimensions or more; the rest has nothing to compress."""
-    masks = {}
-    for name, param in model.named_parameters():
-        if param.dim() >= 2 and param.numel():
-            keep = torch.rand(param.shape) < density
-            keep.view(-1)[0] = True
-            masks[name] = samo.Mask.from_bool(keep)
-    return samo.Masks(masks)
-
-
 def random_model(rng: random.Random) -> tuple[nn.Module, int, torch.dtype]:
     """A chain of Linear layers: odd shapes, strides, types, with and without bias."""
     widths = [rng.randint(1, 40) for _ in range(rng.randint(2, 4))]
@@ -205,7 +195,7 @@ def test_ten_random_models_train_as_masked_dense(decade: int) -> None:
         torch.manual_seed(seed)
         model, width, dtype = random_model(rng)
         model = model.double() if dtype == torch.float64 else model
-        masks = masks_of_all(model, density=rng.choice([0.02, 0.1, 0.5, 0.97]))
+        masks = random_masks(model, rng.choice([0.02, 0.1, 0.5, 0.97]))
         model, dense = twins(model, masks, dtype=dtype, kernels="reference")
         opts = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, dense)]
         for _ in range(6):

@@ -23,7 +23,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from samo.core.streamed import LOCK
-from tests.core.twins import hugging_face, masked_twin, mlp, worst
+from tests.core.twins import hugging_face, masked_twin, mlp, random_masks, twins, worst
 from tests.meters import (
     Experts,
     LargestTensor,
@@ -47,20 +47,6 @@ def save_products() -> Any:
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def random_masks(model: nn.Module, density: float = 0.5, seed: int = 0) -> samo.Masks:
-    """Return masks of all parameters with two dimensions or more."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-    shapes.update({name: weight.shape for name, weight in named_weights(model)})
-    return samo.Masks(
-        {
-            name: samo.Mask.from_bool(torch.rand(shape, generator=generator) < density)
-            for name, shape in shapes.items()
-            if len(shape) > 1
-        }
-    )
 
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:

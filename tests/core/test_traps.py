@@ -17,6 +17,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import BITMAP, named_weights
 from tests.core.twins import (
+    X,
     assert_equal,
     batches,
     compressed,
@@ -29,8 +30,6 @@ from tests.core.twins import (
     worst,
 )
 from tests.meters import ignores_dynamo
-
-X = torch.linspace(-1, 1, 36).view(3, 12)
 
 
 def kept(model: nn.Module, name: str = "0.weight") -> Tensor:

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 import samo
 from samo.core.compress import masks as masks_of
+from samo.core.modules import named_weights
+
+X = torch.linspace(-1, 1, 36).view(3, 12)
+"""An input of `mlp`."""
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -51,6 +55,20 @@ def compressed(
     model = mlp()
     samo.compress_(model, samo.prune(model, sparsity), dtype=dtype, **options)
     return model
+
+
+def random_masks(model: nn.Module, density: float = 0.5, seed: int = 0) -> samo.Masks:
+    """Return masks of all parameters with two dimensions or more; each keeps its first entry."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    shapes.update({name: weight.shape for name, weight in named_weights(model)})
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) > 1:
+            keep = torch.rand(shape, generator=generator) < density
+            keep.view(-1)[0] = True
+            found[name] = samo.Mask.from_bool(keep)
+    return samo.Masks(found)
 
 
 def masked_twin(model: nn.Module, masks: samo.Masks) -> nn.Module:
