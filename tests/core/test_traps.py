@@ -89,28 +89,6 @@ def test_a_registry_of_subclasses_is_left_alone() -> None:
     model(torch.ones(1, 8)).sum().backward()
 
 
-def test_a_scripted_child_is_refused_and_the_model_left_as_it_was() -> None:
-    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
-        scripted = torch.jit.script(nn.Linear(8, 8))
-    model = nn.Sequential(nn.Linear(8, 8), scripted)
-    before = copy.deepcopy(dict(model.state_dict()))
-    identities = [id(param) for param in model.parameters()]
-    masks = samo.prune(model, 0.5)  # of the first: the second would need values of its own for bf16
-    with pytest.raises(samo.CompressionError, match="'1' is a scripted module; compress the model"):
-        samo.compress_(model, masks, dtype=torch.bfloat16)
-    assert type(model[0]) is nn.Linear
-    assert [id(param) for param in model.parameters()] == identities
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_module_that_has_the_name_of_the_bitmap_is_refused() -> None:
-    model = mlp()
-    model[2].register_buffer("weight_bitmap", torch.ones(3))
-    with pytest.raises(samo.CompressionError, match=r"a Linear has 'weight_bitmap', the name"):
-        samo.compress_(model, samo.prune(model, 0.5))
-    assert type(model[0]) is nn.Linear
-
-
 # Identity ---------------------------------------------------------------------------------------
 
 
@@ -669,23 +647,7 @@ def test_what_would_train_the_weight_without_its_mask_is_refused(wrap: Any, mess
         wrap(model[0])
 
 
-# What goes wrong in silence, or would ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, samo.AdamW], ids=["torch", "samo"])
-def test_an_optimizer_built_before_compress_is_refused(make: Any) -> None:
-    """It would train the biases, which are the same parameters still, and no weight."""
-    model = mlp()
-    opt = make(model.parameters(), lr=0.1)
-    loss_of(model, X).backward()
-    samo.compress_(model, samo.prune(model, 0.5))
-    opt.zero_grad(set_to_none=False)
-    loss_of(model, X).backward()
-    with pytest.raises(samo.CompressionError, match=r"built before compress_ .* '0.weight' no"):
-        opt.step()
-
-
-# Silent limits: docs/limits.md
+# Silent limits: docs/limits.md -------------------------------------------------------------------
 
 
 def test_values_lag_behind_a_write_to_the_weight_until_anybody_looks() -> None:
