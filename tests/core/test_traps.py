@@ -176,7 +176,9 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("then", ["forward", "step", "state_dict", "copy", "to", "no_grad"])
+@pytest.mark.parametrize(
+    "then", ["forward", "step", "state_dict", "copy", "to", "no_grad", "remap"]
+)
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.filterwarnings("ignore:nonzero values were written to pruned entries")
 def test_a_write_reaches_the_values_and_the_dense_weight(
@@ -185,7 +187,7 @@ def test_a_write_reaches_the_values_and_the_dense_weight(
     model = compressed(weights=weights)
     model(X).sum().backward()
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
-    keep = kept(model)
+    keep, fewer = kept(model), samo.prune(model, 0.75)
     new = model[0].weight.detach().clone()
     write, change = WRITES[name]
     with torch.inference_mode() if then == "forward" else torch.no_grad():
@@ -204,6 +206,10 @@ def test_a_write_reaches_the_values_and_the_dense_weight(
     elif then == "to":
         model.to(torch.float64)
         model.to(torch.float32)
+    elif then == "remap":
+        samo.remap_(model, fewer, opt)
+        keep = kept(model)
+        expected = expected.where(keep, 0)
     assert torch.equal(model[0].weight, expected)
     assert torch.equal(model.get_parameter("0.weight"), expected[keep])
 
