@@ -83,80 +83,6 @@ def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> No
     assert_equal(model, dense)
 
 
-# Gradients --------------------------------------------------------------------------------------
-
-
-class Signs(torch.autograd.Function):
-    """A straight-through estimator: torch gives it the weight itself."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return torch.sign(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-@pytest.mark.parametrize("kind", ["matrix", "transposed", "stacked", "checkpointed"])
-def test_an_autograd_function_of_the_caller_passes_its_gradient_on(kind: str, weights: Any) -> None:
-    start = nn.Module()
-    start.weight = nn.Parameter(torch.randn(2, 64, 64) if kind == "stacked" else torch.randn(6, 12))
-    masks = samo.Masks({"weight": samo.Mask.from_bool(start.weight > 0)})
-    model, dense = twins(start, masks, weights=weights)
-    x = torch.randn(3, 64 if kind == "stacked" else 12)
-    model.requires_grad_(False)
-    with torch.inference_mode():
-        assert model.weight.shape == dense.weight.shape
-    model.requires_grad_(True)
-    for net in (model, dense):
-        if kind == "transposed":
-            loss = x @ Signs.apply(net.weight.t())
-        elif kind == "stacked":
-            loss = x @ Signs.apply(net.weight[1]) + x @ net.weight[1]
-        elif kind == "checkpointed":
-            loss = checkpoint(nn.functional.linear, x, net.weight, use_reentrant=True)
-        else:
-            loss = nn.functional.linear(x, Signs.apply(net.weight)) + x @ net.weight.t()
-        loss.square().sum().backward()
-    assert torch.equal(model.weight.grad, dense.weight.grad)
-
-
-class Signed(nn.Linear):
-    is_cloned = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.clone() if self.is_cloned else self.weight
-        return nn.functional.linear(x, Signs.apply(weight), self.bias)
-
-
-@ignores_dynamo
-def test_compiled_code_gives_an_autograd_function_clones_of_streamed_weights() -> None:
-    """See docs/limits.md."""
-    model, dense = twins(nn.Sequential(Signed(12, 6)), weights="streamed")
-    run = torch.compile(model, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
-        run(X)
-    model[0].is_cloned = True
-    for net in (run, dense):
-        net(X).square().sum().backward()
-    assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
-    model, dense = twins(mlp().double(), samo.prune(mlp(), 0.5), weights=weights)
-    inputs = [X.double().requires_grad_() for _ in "ab"]
-    for net, x in zip((model, dense), inputs):
-        grads = torch.autograd.grad(loss_of(net, x), [*net.parameters(), x], create_graph=True)
-        sum(grad.square().sum() for grad in grads).backward()
-    pairs = [(getattr(model[i], n).grad, getattr(dense[i], n).grad)
-             for i in (0, 2) for n in ("weight", "bias")]  # fmt: skip
-    for ours, theirs in [*pairs, [x.grad for x in inputs]]:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
 # torch.func -------------------------------------------------------------------------------------
 
 
@@ -371,19 +297,3 @@ def test_a_compiled_model_and_optimizer_train_as_masked_dense() -> None:
             loss_of(net, x).backward()
             run()
     assert worst(model, dense) < 1e-9
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_the_output_of_a_layer_may_be_written_to_in_place(weights: Any) -> None:
-    """A product of three dimensions must not return a view: autograd forbids writes to it."""
-    model = nn.Sequential(nn.Linear(12, 6), nn.ReLU(inplace=True))
-    plain = copy.deepcopy(model)
-    masks = samo.prune(model, 0.5)
-    masks.apply_(plain)
-    samo.compress_(model, masks, weights=weights)
-    x = torch.randn(2, 3, 12)
-    found = [net(x).square() for net in (model, plain)]
-    assert torch.equal(*found)
-    for out in found:
-        out.sum().backward()
-    assert torch.equal(model[0].bias.grad, plain[0].bias.grad)

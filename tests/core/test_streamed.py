@@ -30,6 +30,7 @@ from tests.meters import (
     LargestTensor,
     Meter,
     SmallResNet,
+    StackedExperts,
     assert_same,
     ignores_dynamo,
     small_gpt,
@@ -100,6 +101,18 @@ def assert_equal_passes(
 # Module kinds -----------------------------------------------------------------------------------
 
 
+class Signs(torch.autograd.Function):
+    """A straight-through estimator: torch gives it the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return torch.sign(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def linear(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, m.weight, m.bias)
 
@@ -132,13 +145,11 @@ LINEAR: dict[str, tuple[Run, Tensor]] = {
     "einsum": (lambda m, x: torch.einsum("bi,oi->bo", x, m.weight), X),
     "rows": (lambda m, x: F.linear(x, m.weight[3:9]), X),
     "a parameter as input": (lambda m, x: linear(m, nn.Parameter(x.detach())) + x.sum(), X),
+    "output written to": (lambda m, x: linear(m, x).relu_().square(), X.view(2, 4, 12)),
+    "signs": (lambda m, x: F.linear(x, Signs.apply(m.weight)) + x @ m.weight.t(), X),
+    "signs of the transpose": (lambda m, x: x @ Signs.apply(m.weight.t()), X),
+    "reentrant": (lambda m, x: checkpoint(F.linear, x, m.weight, use_reentrant=True), X),
 }
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_products_equal_resident_ones(name: str) -> None:
-    run, x = LINEAR[name]
-    assert_equal_passes(lambda: nn.Linear(12, 32), run, x)
 
 
 IMAGE = torch.linspace(-1, 1, 2 * 6 * 9 * 9).view(2, 6, 9, 9)
@@ -227,6 +238,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "parameter lists": (Lists, lambda m: m(X)),
     "experts of whole blocks": (lambda: Experts(4, 32), lambda m: m(SEQUENCE.view(-1, 32))),
     "other experts": (lambda: Experts(4, 16), lambda m: m(SEQUENCE.view(-1, 16))),
+    "signs of an expert": (
+        lambda: StackedExperts(2, 64),
+        lambda m: SEQUENCE.view(5, 64) @ Signs.apply(m.up[1]) + SEQUENCE.view(5, 64) @ m.up[1],
+    ),
     "resnet": (SmallResNet, lambda m: m(IMAGE[:, :3])),
     "reentrant": (mlp, lambda m: checkpoint(m, X.clone().requires_grad_(), use_reentrant=True)),
     "checkpointed": (mlp, lambda m: checkpoint(m, X, use_reentrant=False)),
@@ -245,6 +260,7 @@ Layer = tuple[Callable[[], nn.Module], Run, Tensor | None]
 LAYERS: dict[str, Layer] = {
     **{name: (make, run, None) for name, (make, run) in OTHERS.items()},
     **{name: (make, lambda m, x: m(x), x) for name, (make, x) in CONVOLUTIONS.items()},
+    **{f"linear, {name}": (lambda: nn.Linear(12, 32), *case) for name, case in LINEAR.items()},
     "turned": (lambda: nn.Conv2d(6, 8, 3), lambda m, x: F.conv2d(x, m.weight.mT), IMAGE),
     "turned 1-D": (
         lambda: nn.Conv1d(3, 8, 3),
@@ -348,22 +364,28 @@ def test_a_graph_that_is_kept_serves_again_until_a_step(make: Any) -> None:
             loss.backward()
 
 
-def penalty(net: Any, x: Tensor) -> list[Any]:
-    """Return what the gradient of the square of all gradients is."""
-    x = x.clone().requires_grad_()
-    given = [*net.parameters(), x]
-    found = torch.autograd.grad(net(x).square().sum(), given, create_graph=True)
-    sum(grad.square().sum() for grad in found).backward()
-    return [*grads(net), x.grad]
+PENALISED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "mlp": (mlp, X),
+    **{name: CONVOLUTIONS[name] for name in ("1-D", "groups", "channels last", "3-D")},
+}
 
 
-@pytest.mark.parametrize("name", ["1-D", "groups", "channels last", "3-D"])
-def test_second_derivatives_of_convolutions_are_resident_ones(name: str) -> None:
+@pytest.mark.parametrize("name", PENALISED)
+def test_a_gradient_penalty_is_that_of_masked_dense(name: str) -> None:
     """In another order of the sums: the two gradients of a convolution are computed apart."""
-    make, x = CONVOLUTIONS[name]
-    ours, theirs = (penalty(net, x.double()) for net in pair(lambda: make().double()))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-10)
+    make, x = PENALISED[name]
+    torch.manual_seed(0)
+    start = make().double()
+    found = []
+    for net in (masked_twin(start, random_masks(start)), *pair(lambda: make().double())):
+        own = x.double().requires_grad_()
+        loss = net(own).square().sum()
+        first = torch.autograd.grad(loss, [*net.parameters(), own], create_graph=True)
+        sum(grad.square().sum() for grad in first).backward()
+        layers = [layer for layer in net.modules() if hasattr(layer, "weight")]
+        found.append([own.grad, *(part.grad for m in layers for part in (m.weight, m.bias))])
+    for ours in found[1:]:
+        torch.testing.assert_close(ours, found[0], rtol=1e-9, atol=1e-10)
 
 
 def test_frozen_weights_pass_gradients_on() -> None:
@@ -793,6 +815,17 @@ class Arithmetic(nn.Module):
         assert weight.size(0) == weight.shape[1] == 12
         found = x @ weight.t() @ weight + F.linear(x, weight[:1]) * weight.norm()
         return found + (2 * weight - weight / 3).sum() + (weight**2 + abs(-weight)).mean()
+
+
+COMPILED: dict[str, tuple[Callable[[], nn.Module], Run]] = {
+    "arithmetic": (Arithmetic, lambda m: m(X)),
+    **{name: OTHERS[name] for name in ("lstm", "tied", "resnet")},
+    **{
+        name: (partial(hugging_face, name), lambda m: m(input_ids=IDS, use_cache=False).logits)
+        for name in ("GPT2", "Llama")
+    },
+}
+LONG = ("resnet", "GPT2", "Llama")
 
 
 @ignores_dynamo
