@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -129,21 +130,15 @@ def test_threads_that_read_a_stale_weight_all_get_the_new_one(weights: Any) -> N
             for param in model.parameters():
                 param.mul_(1.01)
         expected = samo.decompress_(copy.deepcopy(model))(x).detach()
-        results: list[Tensor] = []
         ready = threading.Barrier(8)
 
-        def run(ready: Any = ready, results: Any = results) -> None:
+        def run(_: int, ready: threading.Barrier = ready) -> Tensor:
             ready.wait()
             with torch.no_grad():
-                results.append(model(x))
+                return model(x)
 
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 8
-        assert all(torch.equal(result, expected) for result in results)
+        with ThreadPoolExecutor(8) as pool:
+            assert all(torch.equal(result, expected) for result in pool.map(run, range(8)))
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
@@ -151,11 +146,8 @@ def test_threads_train_on_their_own_batches_together(weights: Any) -> None:
     """DataParallel on a CPU: backward passes in threads add up in one gradient."""
     model = compressed(torch.float64, weights=weights)
     parts = [x.double() for x in batches(4)]
-    threads = [threading.Thread(target=lambda x=x: loss_of(model, x).backward()) for x in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(lambda x: loss_of(model, x).backward(), parts))
     found = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
     for x in parts:
