@@ -328,6 +328,10 @@ def test_autocast_over_fp32_equals_resident_autocast(name: str, dtype: torch.dty
 IDS = torch.arange(18).view(2, 9) * 7 % 64
 
 
+def mixtral(experts: str, **sizes: int) -> Any:
+    return hugging_face("mixtral", experts_implementation=experts, **sizes)
+
+
 def causal(model: Any) -> Tensor:
     return model(input_ids=IDS, labels=IDS).loss
 
@@ -335,14 +339,14 @@ def causal(model: Any) -> Tensor:
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("width", [32, 24], ids=["whole blocks", "parts of blocks"])
 def test_hugging_face_experts_equal_resident_ones(experts: str, width: int) -> None:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "experts": experts}
+    make = partial(mixtral, experts, hidden_size=width, intermediate_size=2 * width)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads add up what several tokens have of an expert in any order
     try:
-        assert_equal_passes(lambda: hugging_face("Mixtral", **sizes), causal)
+        assert_equal_passes(make, causal)
         if experts != "batched_mm":
             run = torch.autocast("cpu", dtype=torch.bfloat16)(causal)
-            assert_equal_passes(lambda: hugging_face("Mixtral", **sizes), run)
+            assert_equal_passes(make, run)
     finally:
         torch.set_num_threads(threads)
 
@@ -611,9 +615,12 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "linear": (wide_mlp, lambda m: m(X)),
     "frozen": (lambda: wide_mlp().requires_grad_(False), lambda m: m(X.clone().requires_grad_())),
     "convolutions": (convolutions, lambda m: m(IMAGE[:1])),
-    "grouped experts": (lambda: hugging_face("Mixtral", experts="grouped_mm"), causal),
+    "grouped experts": (
+        lambda: mixtral("grouped_mm"),
+        causal,
+    ),
     "experts in a loop": (lambda: Experts(4, 64), lambda m: m(SEQUENCE.view(-1, 64))),
-    "gpt2": (lambda: hugging_face("GPT2"), lambda m: m.transformer.h[0].mlp(torch.randn(1, 2, 32))),
+    "gpt2": (lambda: hugging_face("gpt2"), lambda m: m.transformer.h[0].mlp(torch.randn(1, 2, 32))),
 }
 
 
@@ -822,10 +829,10 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     **{name: OTHERS[name] for name in ("lstm", "tied", "resnet")},
     **{
         name: (partial(hugging_face, name), lambda m: m(input_ids=IDS, use_cache=False).logits)
-        for name in ("GPT2", "Llama")
+        for name in ("gpt2", "llama")
     },
 }
-LONG = ("resnet", "GPT2", "Llama")
+LONG = ("resnet", "gpt2", "llama")
 
 
 @ignores_dynamo

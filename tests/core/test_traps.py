@@ -25,6 +25,7 @@ from tests.core.twins import (
     loss_of,
     mlp,
     pruned_entries,
+    random_masks,
     step,
     twins,
     worst,
@@ -93,11 +94,9 @@ def test_a_registry_of_subclasses_is_left_alone() -> None:
 
 
 def test_a_language_model_ties_its_weights_again() -> None:
-    model = hugging_face("GPT2")
-    embedding = next(name for name, param in model.named_parameters() if param.shape == (64, 32))
-    masks = {name: samo.Mask.from_bool(param > 0) for name, param in model.named_parameters()
-             if param.dim() == 2}  # fmt: skip
-    samo.compress_(model, samo.Masks(masks))
+    model = hugging_face("gpt2")
+    embedding, masks = "transformer.wte.weight", random_masks(model)
+    samo.compress_(model, masks)
     model.tie_weights()
     head, inputs = model.get_output_embeddings(), model.get_input_embeddings()
     assert head.weight is inputs.weight
@@ -108,23 +107,23 @@ def test_a_language_model_ties_its_weights_again() -> None:
 
 
 def test_resizing_an_embedding_grows_a_dense_one_and_is_refused_for_a_pruned_one() -> None:
-    model = hugging_face("GPT2")
+    model = hugging_face("gpt2")
     samo.compress_(model, samo.prune(model, 0.5))
     old = model.get_input_embeddings().weight.detach().clone()
     with warnings.catch_warnings(action="ignore"):
-        model.resize_token_embeddings(68, mean_resizing=False)
-    assert torch.equal(model.get_input_embeddings().weight[:64], old)
-    ids = torch.arange(10)[None] + 57
+        model.resize_token_embeddings(140, mean_resizing=False)
+    assert torch.equal(model.get_input_embeddings().weight[:131], old)
+    ids = torch.arange(10)[None] + 125
     model(ids, labels=ids).loss.backward()
     assert all(
         param.grad.shape == param.shape for param in model.parameters() if param.grad is not None
     )
-    assert model.get_input_embeddings().weight.shape == (68, 32)
-    model = hugging_face("GPT2")
+    assert model.get_input_embeddings().weight.shape == (140, 32)
+    model = hugging_face("gpt2")
     mask = samo.Mask.from_bool(model.transformer.wte.weight > 0)
     samo.compress_(model, samo.Masks({"transformer.wte.weight": mask}))
-    with pytest.raises(samo.CompressionError, match=r"cannot be assigned \(68, 32\); call samo"):
-        model.resize_token_embeddings(68, mean_resizing=False)
+    with pytest.raises(samo.CompressionError, match=r"cannot be assigned \(140, 32\); call samo"):
+        model.resize_token_embeddings(140, mean_resizing=False)
 
 
 # Writes -----------------------------------------------------------------------------------------

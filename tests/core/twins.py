@@ -23,29 +23,12 @@ def mlp(width: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 6))
 
 
-def hugging_face(name: str, **changes: Any) -> Any:
-    """A language model of one layer, without dropout."""
-    transformers = pytest.importorskip("transformers")
-    small = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 16,
-    }
-    if name == "GPT2":
-        sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64}
-        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    if name == "Llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
-    implementation = changes.pop("experts")
-    small |= {"num_experts_per_tok": 2, "num_local_experts": 4, **changes}
-    config = transformers.MixtralConfig(**small)
-    config._experts_implementation = implementation
-    return transformers.MixtralForCausalLM(config)
+def hugging_face(family: str, **changes: Any) -> Any:
+    """A small language model of transformers."""
+    pytest.importorskip("transformers")
+    from tests.integrations.tiny_lms import tiny_lm
+
+    return tiny_lm(family, **changes)
 
 
 def compressed(
