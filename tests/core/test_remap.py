@@ -2,9 +2,8 @@
 
 import copy
 import gc
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,64 +17,21 @@ from samo.core import remap
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
-from tests.core.twins import X, compressed, step
+from tests.core.twins import WAYS, X, compressed, step
 from tests.meters import LargestTensor, assert_same
 from tests.ranks import run_ranks
 
-Make = Callable[[Any], Optimizer]
 
-
-class Case(NamedTuple):
-    """A way to train."""
-
-    make: Make
-    dtype: torch.dtype = torch.bfloat16
-    options: dict[str, Any] | None = None
-
-
-def exact(params: Any) -> Optimizer:
-    return samo.AdamW(params, lr=1e-2)
-
-
-def ages(params: Any) -> Optimizer:
-    return samo.AdamW(params, lr=1e-2, entry_steps=True)
-
-
-def lean(params: Any) -> Optimizer:
-    return samo.AdamW(params, lr=1e-2, state="lean")
-
-
-def sgd(params: Any) -> Optimizer:
-    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
-
-
-def adam(params: Any) -> Optimizer:
-    return torch.optim.Adam(params, lr=1e-2, amsgrad=True)
-
-
-CASES = {
-    "fp32": Case(exact, torch.float32),
-    "bf16": Case(exact, options={"grad_dtype": torch.bfloat16}),
-    "ages": Case(ages),
-    "remainders": Case(exact, options={"value_dtype": torch.bfloat16}),
-    "lean": Case(lean, options={"value_dtype": torch.bfloat16}),
-    "sgd": Case(sgd),
-    "adam": Case(adam, torch.float32),
-}
-
-
-def trained(
-    kind: str, masks: samo.Masks, *, steps: int = 2, device: str = "cpu"
-) -> tuple[nn.Module, Optimizer]:
-    """Return a model of two layers after a few steps, with gradients of one more."""
-    make, dtype, options = CASES[kind]
+def trained(kind: str, masks: samo.Masks) -> tuple[nn.Module, Optimizer]:
+    """Return a model of two layers after two steps, with gradients of one more."""
+    options, make = WAYS[kind]
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50)).to(device)
-    samo.compress_(model, masks, dtype=dtype, **(options or {}))
+    model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
+    samo.compress_(model, masks, **options)
     opt = make(model.parameters())
-    for number in range(steps + 1):
-        model(torch.randn(4, 70).to(device, dtype)).float().square().mean().backward()
-        if number < steps:
+    for number in range(3):
+        model(torch.randn(4, 70).to(options["dtype"])).float().square().mean().backward()
+        if number < 2:
             opt.step()
             opt.zero_grad()
     return model, opt
@@ -112,7 +68,7 @@ def dense_state(model: nn.Module, opt: Optimizer) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", WAYS)
 @given(
     seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)),
     densities=st.tuples(*[st.sampled_from([0.0, 0.02, 0.1, 0.5, 0.9, 1.0])] * 4),
@@ -141,7 +97,7 @@ def test_what_both_masks_keep_moves_bit_for_bit_and_all_else_is_zero(
         assert torch.equal(dense, value.to(dense.dtype))
         assert model.get_parameter(name).numel() == mask.kept
     opt.step()  # gradients that were there are used
-    dtype = CASES[kind].dtype
+    dtype = WAYS[kind][0]["dtype"]
     model(torch.randn(4, 70).to(dtype)).float().square().mean().backward()
     opt.step()
     for name, mask in new.items():

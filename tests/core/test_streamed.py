@@ -24,7 +24,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from samo.core.streamed import LOCK
-from tests.core.twins import hugging_face, masked_twin, mlp, random_masks, twins, worst
+from tests.core.twins import WAYS, hugging_face, masked_twin, mlp, random_masks, twins, worst
 from tests.meters import (
     Experts,
     LargestTensor,
@@ -412,13 +412,6 @@ def test_frozen_weights_pass_gradients_on() -> None:
 
 # Training ---------------------------------------------------------------------------------------
 
-LEAN = {"dtype": torch.bfloat16, "value_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "torch": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
-    "exact": (lambda p: samo.AdamW(p, lr=0.01), {"dtype": torch.bfloat16}),
-    "lean": (lambda p: samo.AdamW(p, lr=0.01, state="lean"), LEAN),
-}
-
 
 def train(net: Any, opt: Any, steps: int = 3) -> list[Tensor]:
     dtype = net[0].weight.dtype
@@ -429,9 +422,9 @@ def train(net: Any, opt: Any, steps: int = 3) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_models_train_over_a_remap_as_resident_ones(name: str) -> None:
-    make, options = OPTIMIZERS[name]
+@pytest.mark.parametrize("kind", WAYS)
+def test_models_train_over_a_remap_as_resident_ones(kind: str) -> None:
+    options, make = WAYS[kind]
     found = []
     for net in pair(mlp, **options):
         opt = make(net.parameters())

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,28 @@ from samo.core.modules import named_weights
 X = torch.linspace(-1, 1, 36).view(3, 12)
 """An input of `mlp`."""
 
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({"dtype": torch.float32}, {}),
+    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, {}),
+    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {}),
+    "fp16": ({"dtype": torch.float16}, {}),
+    "ages": ({"dtype": torch.bfloat16}, {"entry_steps": True}),
+    "lean fp32": ({"dtype": torch.float32}, {"state": "lean"}),
+    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {"state": "lean"}),
+}
+"""How a model is compressed, and what its samo.AdamW keeps."""
+
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+WAYS: dict[str, tuple[dict[str, Any], Make]] = {
+    "sgd": ({"dtype": torch.bfloat16}, partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
+    "adam": ({"dtype": torch.float32}, partial(torch.optim.Adam, lr=0.01, amsgrad=True)),
+    **{
+        kind: (options, partial(samo.AdamW, lr=0.01, **settings))
+        for kind, (options, settings) in KINDS.items()
+    },
+}
+"""How a model is compressed, and its optimizer."""
 
 
 def mlp(width: int = 32) -> nn.Sequential:

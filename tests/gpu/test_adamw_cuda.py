@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 import samo
 from tests.core import test_adamw as on_cpu
+from tests.core.twins import KINDS as CPU_KINDS
 from tests.meters import assert_same
 
 pytestmark = pytest.mark.gpu
 
 # By the reference, but for the dense weights.
 FP64 = {"dtype": torch.float64}
-KINDS = {**on_cpu.KINDS, "fp64": (FP64, {}), "fp64 ages": (FP64, {"entry_steps": True})}
+KINDS = {**CPU_KINDS, "fp64": (FP64, {}), "fp64 ages": (FP64, {"entry_steps": True})}
 WARM = 3
 REPLAYS = 20
 BAD = 7
