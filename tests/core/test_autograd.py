@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from tests.core.twins import X, assert_equal, batches, compressed, loss_of, mlp, step, twins, worst
-from tests.meters import DenseGradients, LiveBytes, ignores_dynamo, small_gpt, tokens
+from tests.meters import (
+    DenseGradients,
+    LiveBytes,
+    ignores_dynamo,
+    saved_for_backward,
+    small_gpt,
+    tokens,
+)
 
 # Hooks ------------------------------------------------------------------------------------------
 
@@ -251,17 +257,10 @@ def test_a_compiled_block_recomputes_in_its_own_graph(weights: Any) -> None:
     for block in model.blocks:
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     batch = tokens()
-    held: list[Tensor] = []
-
-    def hold(tensor: Tensor) -> Tensor:
-        held.append(tensor)
-        return tensor
-
     for net in (plain, model):
         net.zero_grad()
-        with saved_tensors_hooks(hold, lambda tensor: tensor):
-            x = net.embed(batch).detach().requires_grad_()
-            held.clear()
+        x = net.embed(batch).detach().requires_grad_()
+        with saved_for_backward() as held:
             net.blocks[0](x, True).square().sum().backward()
     own = [weight.traced for _, weight in named_weights(model.blocks[0])]
     known = [x, *model.parameters(), *(part for each in own for part in each[:3])]

@@ -33,6 +33,7 @@ from tests.meters import (
     StackedExperts,
     assert_same,
     ignores_dynamo,
+    saved_for_backward,
     small_gpt,
     tokens,
 )
@@ -567,23 +568,11 @@ def test_hooks_on_the_weight_and_torch_jit_trace_are_refused() -> None:
 # Memory and threads -----------------------------------------------------------------------------
 
 
-class Saved:
-    """Notes the storages that are saved for backward, and how many bytes they have."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, int] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def sizes(self, net: nn.Module) -> set[int]:
-        """Return how many bytes each of them has, leaving out the parameters themselves."""
-        own = {param.untyped_storage().data_ptr() for param in net.parameters()}
-        return {size for address, size in self.storages.items() if address not in own}
+def sizes_of(saved: list[Tensor], net: nn.Module) -> set[int]:
+    """Return the bytes of the storages that are saved for backward, but the parameters' own."""
+    own = {param.untyped_storage().data_ptr() for param in net.parameters()}
+    storages = [tensor.untyped_storage() for tensor in saved if not tensor.is_meta]
+    return {storage.nbytes() for storage in storages if storage.data_ptr() not in own}
 
 
 def wide_mlp() -> nn.Sequential:
@@ -601,10 +590,7 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "linear": (wide_mlp, lambda m: m(X)),
     "frozen": (lambda: wide_mlp().requires_grad_(False), lambda m: m(X.clone().requires_grad_())),
     "convolutions": (convolutions, lambda m: m(IMAGE[:1])),
-    "grouped experts": (
-        lambda: mixtral("grouped_mm"),
-        causal,
-    ),
+    "grouped experts": (lambda: mixtral("grouped_mm"), causal),
     "experts in a loop": (lambda: Experts(4, 64), lambda m: m(SEQUENCE.view(-1, 64))),
     "gpt2": (lambda: hugging_face("gpt2"), lambda m: m.transformer.h[0].mlp(torch.randn(1, 2, 32))),
 }
@@ -622,10 +608,9 @@ def test_no_dense_weight_is_saved_for_backward(name: str, is_cast: bool) -> None
         run = torch.autocast("cpu", dtype=torch.bfloat16)(run)
     found = []
     for net in pair(make):
-        saved = Saved()
-        with saved.hooks:
+        with saved_for_backward() as saved:
             run(net)
-        found.append(saved.sizes(net) & dense_sizes(net, 2 if is_cast else 4))
+        found.append(sizes_of(saved, net) & dense_sizes(net, 2 if is_cast else 4))
     assert found[0]
     assert not found[1]
 
@@ -771,11 +756,10 @@ def compiled_grads(net: Any, backend: str, batch: Tensor) -> tuple[set[int], lis
     """Return the sizes that a compiled model saves, and its gradients."""
     torch._dynamo.reset()
     run = torch.compile(net, backend=backend, fullgraph=True)
-    saved = Saved()
-    with saved.hooks:
+    with saved_for_backward() as saved:
         loss = run(batch)
     loss.backward()
-    return saved.sizes(net), [loss.detach(), *grads(net)]
+    return sizes_of(saved, net), [loss.detach(), *grads(net)]
 
 
 @ignores_dynamo

@@ -30,7 +30,7 @@ from tests.core.twins import (
     twins,
     worst,
 )
-from tests.meters import ignores_dynamo
+from tests.meters import ignores_dynamo, saved_for_backward
 
 
 def kept(model: nn.Module, name: str = "0.weight") -> Tensor:
@@ -677,14 +677,8 @@ def test_a_dense_tensor_put_into_the_dictionary_of_parameters_is_taken_as_it_is(
 def test_autocast_casts_a_weight_anew_at_each_of_its_uses_in_one_pass() -> None:
     for dtype, copies in ((torch.float32, 3), (torch.bfloat16, 1)):
         model = nn.Sequential(nn.Linear(64, 64))
-        saved: list[Tensor] = []
         samo.compress_(model, samo.prune(model, 0.5), dtype=dtype)
-
-        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with torch.autocast("cpu"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with torch.autocast("cpu"), saved_for_backward() as saved:
             model(model(model(torch.randn(2, 64, requires_grad=True))))
         assert len({t.data_ptr() for t in saved if t.numel() == 64 * 64}) == copies
 
