@@ -27,13 +27,10 @@ from tests.meters import (
 # Hooks ------------------------------------------------------------------------------------------
 
 
-def reused() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8, bias=False))
-
-
 def test_a_hook_on_the_weight_sees_the_whole_dense_gradient_once() -> None:
     """A weight that is used three times: its hook is called once, with the sum."""
-    model, dense = twins(reused(), samo.prune(reused(), 0.5))
+    start = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model, dense = twins(start, samo.prune(start, 0.5))
     x = torch.randn(4, 8)
     seen: dict[nn.Module, list[Tensor]] = {model: [], dense: []}
     for net in (model, dense):

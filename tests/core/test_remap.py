@@ -16,7 +16,6 @@ import samo
 from samo.core import remap
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
-from samo.core.weight import Weight
 from tests.core.twins import WAYS, X, compressed, step
 from tests.meters import LargestTensor, assert_same
 from tests.ranks import run_ranks
@@ -47,14 +46,10 @@ def random_masks(seed: int, densities: tuple[float, float]) -> samo.Masks:
     return samo.Masks(made)
 
 
-def weights_of(model: nn.Module) -> dict[str, Weight]:
-    return dict(named_weights(model))
-
-
 def dense_state(model: nn.Module, opt: Optimizer) -> dict[str, Tensor]:
     """Return everything stored, scattered into dense tensors; what is stored once, as it is."""
     found = {}
-    weights = weights_of(model)
+    weights = dict(named_weights(model))
     for name, param in model.named_parameters():
         mask = weights[name].mask if name in weights else None
         for key, value in {"value": param.detach(), "grad": param.grad, **opt.state[param]}.items():
@@ -284,7 +279,7 @@ def test_a_failure_while_values_are_written_is_undone(
     old, new = random_masks(0, (0.3, 0.5)), random_masks(1, (0.5, 0.2))
     model, opt = trained(kind, old)
     before, dense = dense_state(model, opt), [model[0].weight.clone(), model[2].weight.clone()]
-    weight = weights_of(model)["2.weight"]
+    weight = dict(named_weights(model))["2.weight"]
     weight.layout = weight.layout._replace(kernels=Failing(weight.layout.kernels, error))
     with pytest.raises(error):
         samo.remap_(model, new, opt)
