@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -110,6 +111,19 @@ class LiveBytes(Meter):
     def see(self, tensor: Tensor) -> None:
         if tensor.numel() and self.track(tensor.untyped_storage()):
             self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[list[Tensor]]:
+    """Collect the tensors that autograd saves."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
 
 
 def live_storages() -> dict[int, int]:

@@ -19,7 +19,7 @@ from samo.data.tokenizers import ByteTokenizer
 from samo.errors import CheckpointError
 from samo.integrations.export import export
 from samo.integrations.model_folders import open_masks, open_model
-from samo.models.generate import Sampling, generate, stream
+from samo.models.generate import Sampling, stream
 from samo.models.gpt import GPT, GPTConfig
 from samo.utils.formatting import plain
 from tests.data.trained_tokenizer import VOCAB_SIZE, save_trained_tokenizer
@@ -156,9 +156,10 @@ def test_a_run_of_samo_train_continues_bytes(run: Path, type_in: Any) -> None:
     shown = type_in(f"generate {run} {flags}").out
     model = open_model(run)
     assert isinstance(model, GPT)
-    prompt = torch.tensor(list(b"It was"))
-    tokens = generate(model, prompt, 40, context=32, seed=3)  # beyond the context, which slides
-    assert shown == plain(ByteTokenizer().decode(tokens.numpy())) + "\n"
+    prompt = list(b"It was")
+    # Beyond the context, which slides.
+    drawn = stream(model, torch.tensor(prompt), Sampling(40, seed=3), context=32)
+    assert shown == plain(ByteTokenizer().decode([*prompt, *drawn])) + "\n"
     assert type_in(f"generate {run / 'checkpoints' / 'last'} {flags}").out == shown
     assert type_in(f"generate {run} {flags} --weights streamed").out == shown
 

@@ -18,22 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import samo
 from samo.core.compress import masks as masks_of
 from samo.kernels import lean
-from tests.core.twins import batches, compressed, loss_of, mlp, step
+from tests.core.twins import KINDS, X, batches, compressed, loss_of, mlp, step
 from tests.meters import assert_same, small_gpt, tokens
 from tests.ranks import run_ranks
-
-X = torch.linspace(-1, 1, 36).view(3, 12)
-
-# How models are compressed, and what their optimizer keeps.
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fp32": ({"dtype": torch.float32}, {}),
-    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, {}),
-    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {}),
-    "fp16": ({"dtype": torch.float16}, {}),
-    "ages": ({"dtype": torch.bfloat16}, {"entry_steps": True}),
-    "lean fp32": ({"dtype": torch.float32}, {"state": "lean"}),
-    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {"state": "lean"}),
-}
 
 
 def build(kind: str, lr: float = 0.05) -> tuple[nn.Sequential, samo.AdamW, torch.dtype]:

@@ -3,33 +3,34 @@
 import copy
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
-from tests.core.twins import assert_equal, batches, compressed, loss_of, mlp, step, twins, worst
-from tests.meters import DenseGradients, LiveBytes, ignores_dynamo, small_gpt, tokens
-
-X = torch.linspace(-1, 1, 36).view(3, 12)
-
+from tests.core.twins import X, assert_equal, batches, compressed, loss_of, mlp, step, twins, worst
+from tests.meters import (
+    DenseGradients,
+    LiveBytes,
+    ignores_dynamo,
+    saved_for_backward,
+    small_gpt,
+    tokens,
+)
 
 # Hooks ------------------------------------------------------------------------------------------
 
 
-def reused() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8, bias=False))
-
-
 def test_a_hook_on_the_weight_sees_the_whole_dense_gradient_once() -> None:
     """A weight that is used three times: its hook is called once, with the sum."""
-    model, dense = twins(reused(), samo.prune(reused(), 0.5))
+    start = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model, dense = twins(start, samo.prune(start, 0.5))
     x = torch.randn(4, 8)
     seen: dict[nn.Module, list[Tensor]] = {model: [], dense: []}
     for net in (model, dense):
@@ -86,80 +87,6 @@ def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> No
     assert_equal(model, dense)
 
 
-# Gradients --------------------------------------------------------------------------------------
-
-
-class Signs(torch.autograd.Function):
-    """A straight-through estimator: torch gives it the weight itself."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return torch.sign(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-@pytest.mark.parametrize("kind", ["matrix", "transposed", "stacked", "checkpointed"])
-def test_an_autograd_function_of_the_caller_passes_its_gradient_on(kind: str, weights: Any) -> None:
-    start = nn.Module()
-    start.weight = nn.Parameter(torch.randn(2, 64, 64) if kind == "stacked" else torch.randn(6, 12))
-    masks = samo.Masks({"weight": samo.Mask.from_bool(start.weight > 0)})
-    model, dense = twins(start, masks, weights=weights)
-    x = torch.randn(3, 64 if kind == "stacked" else 12)
-    model.requires_grad_(False)
-    with torch.inference_mode():
-        assert model.weight.shape == dense.weight.shape
-    model.requires_grad_(True)
-    for net in (model, dense):
-        if kind == "transposed":
-            loss = x @ Signs.apply(net.weight.t())
-        elif kind == "stacked":
-            loss = x @ Signs.apply(net.weight[1]) + x @ net.weight[1]
-        elif kind == "checkpointed":
-            loss = checkpoint(nn.functional.linear, x, net.weight, use_reentrant=True)
-        else:
-            loss = nn.functional.linear(x, Signs.apply(net.weight)) + x @ net.weight.t()
-        loss.square().sum().backward()
-    assert torch.equal(model.weight.grad, dense.weight.grad)
-
-
-class Signed(nn.Linear):
-    is_cloned = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.clone() if self.is_cloned else self.weight
-        return nn.functional.linear(x, Signs.apply(weight), self.bias)
-
-
-@ignores_dynamo
-def test_compiled_code_gives_an_autograd_function_clones_of_streamed_weights() -> None:
-    """See docs/limits.md."""
-    model, dense = twins(nn.Sequential(Signed(12, 6)), weights="streamed")
-    run = torch.compile(model, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
-        run(X)
-    model[0].is_cloned = True
-    for net in (run, dense):
-        net(X).square().sum().backward()
-    assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
-    model, dense = twins(mlp().double(), samo.prune(mlp(), 0.5), weights=weights)
-    inputs = [X.double().requires_grad_() for _ in "ab"]
-    for net, x in zip((model, dense), inputs):
-        grads = torch.autograd.grad(loss_of(net, x), [*net.parameters(), x], create_graph=True)
-        sum(grad.square().sum() for grad in grads).backward()
-    pairs = [(getattr(model[i], n).grad, getattr(dense[i], n).grad)
-             for i in (0, 2) for n in ("weight", "bias")]  # fmt: skip
-    for ours, theirs in [*pairs, [x.grad for x in inputs]]:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
 # torch.func -------------------------------------------------------------------------------------
 
 
@@ -206,21 +133,15 @@ def test_threads_that_read_a_stale_weight_all_get_the_new_one(weights: Any) -> N
             for param in model.parameters():
                 param.mul_(1.01)
         expected = samo.decompress_(copy.deepcopy(model))(x).detach()
-        results: list[Tensor] = []
         ready = threading.Barrier(8)
 
-        def run(ready: Any = ready, results: Any = results) -> None:
+        def run(_: int, ready: threading.Barrier = ready) -> Tensor:
             ready.wait()
             with torch.no_grad():
-                results.append(model(x))
+                return model(x)
 
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 8
-        assert all(torch.equal(result, expected) for result in results)
+        with ThreadPoolExecutor(8) as pool:
+            assert all(torch.equal(result, expected) for result in pool.map(run, range(8)))
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
@@ -228,11 +149,8 @@ def test_threads_train_on_their_own_batches_together(weights: Any) -> None:
     """DataParallel on a CPU: backward passes in threads add up in one gradient."""
     model = compressed(torch.float64, weights=weights)
     parts = [x.double() for x in batches(4)]
-    threads = [threading.Thread(target=lambda x=x: loss_of(model, x).backward()) for x in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(lambda x: loss_of(model, x).backward(), parts))
     found = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
     for x in parts:
@@ -336,17 +254,10 @@ def test_a_compiled_block_recomputes_in_its_own_graph(weights: Any) -> None:
     for block in model.blocks:
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     batch = tokens()
-    held: list[Tensor] = []
-
-    def hold(tensor: Tensor) -> Tensor:
-        held.append(tensor)
-        return tensor
-
     for net in (plain, model):
         net.zero_grad()
-        with saved_tensors_hooks(hold, lambda tensor: tensor):
-            x = net.embed(batch).detach().requires_grad_()
-            held.clear()
+        x = net.embed(batch).detach().requires_grad_()
+        with saved_for_backward() as held:
             net.blocks[0](x, True).square().sum().backward()
     own = [weight.traced for _, weight in named_weights(model.blocks[0])]
     known = [x, *model.parameters(), *(part for each in own for part in each[:3])]
@@ -415,19 +326,3 @@ def test_a_compiled_model_and_optimizer_train_as_masked_dense() -> None:
             loss_of(net, x).backward()
             run()
     assert worst(model, dense) < 1e-9
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_the_output_of_a_layer_may_be_written_to_in_place(weights: Any) -> None:
-    """A product of three dimensions must not return a view: autograd forbids writes to it."""
-    model = nn.Sequential(nn.Linear(12, 6), nn.ReLU(inplace=True))
-    plain = copy.deepcopy(model)
-    masks = samo.prune(model, 0.5)
-    masks.apply_(plain)
-    samo.compress_(model, masks, weights=weights)
-    x = torch.randn(2, 3, 12)
-    found = [net(x).square() for net in (model, plain)]
-    assert torch.equal(*found)
-    for out in found:
-        out.sum().backward()
-    assert torch.equal(model[0].bias.grad, plain[0].bias.grad)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.core.twins import (
     mask_,
     mlp,
     pruned_entries,
+    random_masks,
     step,
     twins,
     worst,
@@ -27,24 +29,16 @@ from tests.core.twins import (
 
 STEPS = 200
 
-# Equal on both sides but for samo.AdamW, which is compared with torch's.
-OPTIMIZERS: dict[str, tuple[Make, Make]] = {
-    name: (make, make)
-    for name, make in {
-        "AdamW": lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1),
-        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
-        "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5),
-        "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
-    }.items()
-}
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.1}
-for has_ages in (False, True):
-    OPTIMIZERS["samo.AdamW with ages" if has_ages else "samo.AdamW"] = (
-        lambda params, has_ages=has_ages: samo.AdamW(  # type: ignore[misc]
-            params, **SETTINGS, kernels="reference", entry_steps=has_ages
-        ),
-        lambda params: torch.optim.AdamW(params, **SETTINGS, foreach=False),
-    )
+OURS = partial(samo.AdamW, **SETTINGS, kernels="reference")
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
+    "samo.AdamW": OURS,
+    "samo.AdamW with ages": partial(OURS, entry_steps=True),
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -53,8 +47,9 @@ def test_fp32_steps_and_prunings_equal_masked_dense_training_bit_for_bit(name: s
     masks = samo.prune(start, 0.5)
     model, dense = twins(start, masks, kernels="reference")
     first = model[0].weight.detach().clone()
-    make_ours, make_theirs = OPTIMIZERS[name]
-    ours, theirs = make_ours(model.parameters()), make_theirs(dense.parameters())
+    ours, theirs = (OPTIMIZERS[name](net.parameters()) for net in (model, dense))
+    if name.startswith("samo"):
+        theirs = torch.optim.AdamW(dense.parameters(), **SETTINGS, foreach=False)
     for index, x in enumerate(batches(STEPS)):
         if index in (70, 140):
             masks = samo.prune(model, 0.7 if index == 70 else 0.9) & masks
@@ -173,17 +168,6 @@ def test_bf16_training_under_autocast_follows_masked_dense_training() -> None:
 # Other models -----------------------------------------------------------------------------------
 
 
-def masks_of_all(model: nn.Module, density: float = 0.5) -> samo.Masks:
-    """Prune every tensor with two dimensions or more; the rest has nothing to compress."""
-    masks = {}
-    for name, param in model.named_parameters():
-        if param.dim() >= 2 and param.numel():
-            keep = torch.rand(param.shape) < density
-            keep.view(-1)[0] = True
-            masks[name] = samo.Mask.from_bool(keep)
-    return samo.Masks(masks)
-
-
 def random_model(rng: random.Random) -> tuple[nn.Module, int, torch.dtype]:
     """A chain of Linear layers: odd shapes, strides, types, with and without bias."""
     widths = [rng.randint(1, 40) for _ in range(rng.randint(2, 4))]
@@ -205,7 +189,7 @@ def test_ten_random_models_train_as_masked_dense(decade: int) -> None:
         torch.manual_seed(seed)
         model, width, dtype = random_model(rng)
         model = model.double() if dtype == torch.float64 else model
-        masks = masks_of_all(model, density=rng.choice([0.02, 0.1, 0.5, 0.97]))
+        masks = random_masks(model, rng.choice([0.02, 0.1, 0.5, 0.97]))
         model, dense = twins(model, masks, dtype=dtype, kernels="reference")
         opts = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, dense)]
         for _ in range(6):

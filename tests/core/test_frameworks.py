@@ -39,7 +39,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and accelerate, about each other
 def test_hugging_face_trainer_trains_as_masked_dense_and_resumes_exactly(tmp_path: Path) -> None:
-    model = hugging_face("GPT2")
+    model = hugging_face("gpt2")
     model, dense = twins(model, samo.prune(model, 0.8))
     resumed = copy.deepcopy(model)
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
@@ -85,7 +85,7 @@ def train_adapters(model: Any) -> list[float]:
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("way", ["merged", "merged safely", "merged after decompress_"])
 def test_adapters_train_and_merge_as_on_a_dense_base(way: str, weights: Any) -> None:
-    masks = samo.prune(start := hugging_face("Llama"), 0.8)
+    masks = samo.prune(start := hugging_face("llama"), 0.8)
     base, dense = twins(start, masks, weights=weights)
     model, twin = with_adapters(base), with_adapters(dense)
     frozen = [param for param in base.parameters() if not param.requires_grad]
@@ -105,7 +105,7 @@ def test_adapters_train_and_merge_as_on_a_dense_base(way: str, weights: Any) -> 
 
 def test_saved_adapters_load_onto_a_compressed_base(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    base, _ = twins(start := hugging_face("Llama"), samo.prune(start, 0.8))
+    base, _ = twins(start := hugging_face("llama"), samo.prune(start, 0.8))
     model = with_adapters(copy.deepcopy(base))
     train_adapters(model)
     model.save_pretrained(tmp_path)

@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from samo.core.streamed import LOCK
-from tests.core.twins import hugging_face, masked_twin, mlp, worst
+from tests.core.twins import WAYS, hugging_face, masked_twin, mlp, random_masks, twins, worst
 from tests.meters import (
     Experts,
     LargestTensor,
     Meter,
     SmallResNet,
+    StackedExperts,
     assert_same,
     ignores_dynamo,
+    saved_for_backward,
     small_gpt,
     tokens,
 )
@@ -47,20 +50,6 @@ def save_products() -> Any:
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def random_masks(model: nn.Module, density: float = 0.5, seed: int = 0) -> samo.Masks:
-    """Return masks of all parameters with two dimensions or more."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-    shapes.update({name: weight.shape for name, weight in named_weights(model)})
-    return samo.Masks(
-        {
-            name: samo.Mask.from_bool(torch.rand(shape, generator=generator) < density)
-            for name, shape in shapes.items()
-            if len(shape) > 1
-        }
-    )
 
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
@@ -113,6 +102,18 @@ def assert_equal_passes(
 # Module kinds -----------------------------------------------------------------------------------
 
 
+class Signs(torch.autograd.Function):
+    """A straight-through estimator: torch gives it the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return torch.sign(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def linear(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, m.weight, m.bias)
 
@@ -145,13 +146,11 @@ LINEAR: dict[str, tuple[Run, Tensor]] = {
     "einsum": (lambda m, x: torch.einsum("bi,oi->bo", x, m.weight), X),
     "rows": (lambda m, x: F.linear(x, m.weight[3:9]), X),
     "a parameter as input": (lambda m, x: linear(m, nn.Parameter(x.detach())) + x.sum(), X),
+    "output written to": (lambda m, x: linear(m, x).relu_().square(), X.view(2, 4, 12)),
+    "signs": (lambda m, x: F.linear(x, Signs.apply(m.weight)) + x @ m.weight.t(), X),
+    "signs of the transpose": (lambda m, x: x @ Signs.apply(m.weight.t()), X),
+    "reentrant": (lambda m, x: checkpoint(F.linear, x, m.weight, use_reentrant=True), X),
 }
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_products_equal_resident_ones(name: str) -> None:
-    run, x = LINEAR[name]
-    assert_equal_passes(lambda: nn.Linear(12, 32), run, x)
 
 
 IMAGE = torch.linspace(-1, 1, 2 * 6 * 9 * 9).view(2, 6, 9, 9)
@@ -240,6 +239,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "parameter lists": (Lists, lambda m: m(X)),
     "experts of whole blocks": (lambda: Experts(4, 32), lambda m: m(SEQUENCE.view(-1, 32))),
     "other experts": (lambda: Experts(4, 16), lambda m: m(SEQUENCE.view(-1, 16))),
+    "signs of an expert": (
+        lambda: StackedExperts(2, 64),
+        lambda m: SEQUENCE.view(5, 64) @ Signs.apply(m.up[1]) + SEQUENCE.view(5, 64) @ m.up[1],
+    ),
     "resnet": (SmallResNet, lambda m: m(IMAGE[:, :3])),
     "reentrant": (mlp, lambda m: checkpoint(m, X.clone().requires_grad_(), use_reentrant=True)),
     "checkpointed": (mlp, lambda m: checkpoint(m, X, use_reentrant=False)),
@@ -258,6 +261,7 @@ Layer = tuple[Callable[[], nn.Module], Run, Tensor | None]
 LAYERS: dict[str, Layer] = {
     **{name: (make, run, None) for name, (make, run) in OTHERS.items()},
     **{name: (make, lambda m, x: m(x), x) for name, (make, x) in CONVOLUTIONS.items()},
+    **{f"linear, {name}": (lambda: nn.Linear(12, 32), *case) for name, case in LINEAR.items()},
     "turned": (lambda: nn.Conv2d(6, 8, 3), lambda m, x: F.conv2d(x, m.weight.mT), IMAGE),
     "turned 1-D": (
         lambda: nn.Conv1d(3, 8, 3),
@@ -325,40 +329,25 @@ def test_autocast_over_fp32_equals_resident_autocast(name: str, dtype: torch.dty
 IDS = torch.arange(18).view(2, 9) * 7 % 64
 
 
+def mixtral(experts: str, **sizes: int) -> Any:
+    return hugging_face("mixtral", experts_implementation=experts, **sizes)
+
+
 def causal(model: Any) -> Tensor:
     return model(input_ids=IDS, labels=IDS).loss
-
-
-@pytest.mark.long
-@ignores_dynamo
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "resnet"])
-def test_whole_models_compile_without_a_graph_break(name: str) -> None:
-    make, run = OTHERS.get(
-        name, (lambda: hugging_face(name), lambda m: m(input_ids=IDS, use_cache=False).logits)
-    )
-    for eager in pair(make):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        model = copy.deepcopy(eager)
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for call in (eager, compiled):
-            run(call).float().square().mean().backward()
-        for one, other in zip(grads(model), grads(eager), strict=True):
-            torch.testing.assert_close(one, other)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("width", [32, 24], ids=["whole blocks", "parts of blocks"])
 def test_hugging_face_experts_equal_resident_ones(experts: str, width: int) -> None:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "experts": experts}
+    make = partial(mixtral, experts, hidden_size=width, intermediate_size=2 * width)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads add up what several tokens have of an expert in any order
     try:
-        assert_equal_passes(lambda: hugging_face("Mixtral", **sizes), causal)
+        assert_equal_passes(make, causal)
         if experts != "batched_mm":
             run = torch.autocast("cpu", dtype=torch.bfloat16)(causal)
-            assert_equal_passes(lambda: hugging_face("Mixtral", **sizes), run)
+            assert_equal_passes(make, run)
     finally:
         torch.set_num_threads(threads)
 
@@ -380,22 +369,28 @@ def test_a_graph_that_is_kept_serves_again_until_a_step(make: Any) -> None:
             loss.backward()
 
 
-def penalty(net: Any, x: Tensor) -> list[Any]:
-    """Return what the gradient of the square of all gradients is."""
-    x = x.clone().requires_grad_()
-    given = [*net.parameters(), x]
-    found = torch.autograd.grad(net(x).square().sum(), given, create_graph=True)
-    sum(grad.square().sum() for grad in found).backward()
-    return [*grads(net), x.grad]
+PENALISED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "mlp": (mlp, X),
+    **{name: CONVOLUTIONS[name] for name in ("1-D", "groups", "channels last", "3-D")},
+}
 
 
-@pytest.mark.parametrize("name", ["1-D", "groups", "channels last", "3-D"])
-def test_second_derivatives_of_convolutions_are_resident_ones(name: str) -> None:
+@pytest.mark.parametrize("name", PENALISED)
+def test_a_gradient_penalty_is_that_of_masked_dense(name: str) -> None:
     """In another order of the sums: the two gradients of a convolution are computed apart."""
-    make, x = CONVOLUTIONS[name]
-    ours, theirs = (penalty(net, x.double()) for net in pair(lambda: make().double()))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-10)
+    make, x = PENALISED[name]
+    torch.manual_seed(0)
+    start = make().double()
+    found = []
+    for net in (masked_twin(start, random_masks(start)), *pair(lambda: make().double())):
+        own = x.double().requires_grad_()
+        loss = net(own).square().sum()
+        first = torch.autograd.grad(loss, [*net.parameters(), own], create_graph=True)
+        sum(grad.square().sum() for grad in first).backward()
+        layers = [layer for layer in net.modules() if hasattr(layer, "weight")]
+        found.append([own.grad, *(part.grad for m in layers for part in (m.weight, m.bias))])
+    for ours in found[1:]:
+        torch.testing.assert_close(ours, found[0], rtol=1e-9, atol=1e-10)
 
 
 def test_frozen_weights_pass_gradients_on() -> None:
@@ -418,13 +413,6 @@ def test_frozen_weights_pass_gradients_on() -> None:
 
 # Training ---------------------------------------------------------------------------------------
 
-LEAN = {"dtype": torch.bfloat16, "value_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "torch": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
-    "exact": (lambda p: samo.AdamW(p, lr=0.01), {"dtype": torch.bfloat16}),
-    "lean": (lambda p: samo.AdamW(p, lr=0.01, state="lean"), LEAN),
-}
-
 
 def train(net: Any, opt: Any, steps: int = 3) -> list[Tensor]:
     dtype = net[0].weight.dtype
@@ -435,9 +423,9 @@ def train(net: Any, opt: Any, steps: int = 3) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_models_train_over_a_remap_as_resident_ones(name: str) -> None:
-    make, options = OPTIMIZERS[name]
+@pytest.mark.parametrize("kind", WAYS)
+def test_models_train_over_a_remap_as_resident_ones(kind: str) -> None:
+    options, make = WAYS[kind]
     found = []
     for net in pair(mlp, **options):
         opt = make(net.parameters())
@@ -452,23 +440,16 @@ def test_models_train_over_a_remap_as_resident_ones(name: str) -> None:
     assert_same(*found)
 
 
-USES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "read": (Reader, X),
-    "tied": (Tied, TOKENS),
-    "experts": (lambda: Experts(2, 32), SEQUENCE.view(-1, 32)),
-}
-
-
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", ["read by the parent", "tied", "experts of whole blocks"])
 def test_growth_sees_the_sum_of_all_uses_of_a_weight(name: str) -> None:
-    make, x = USES[name]
+    make, run = OTHERS[name]
     found = []
     for net in pair(make):
         opt = torch.optim.SGD(net.parameters(), lr=0.01)
         moving = samo.DynamicSparse(net, opt, grow="gradient", stop=9, every=1, candidates=None)
         for _ in range(2):
             opt.zero_grad()
-            net(x).square().mean().backward()
+            run(net).square().mean().backward()
             opt.step()
             moving.step()
         masks = masks_of(net)
@@ -587,23 +568,11 @@ def test_hooks_on_the_weight_and_torch_jit_trace_are_refused() -> None:
 # Memory and threads -----------------------------------------------------------------------------
 
 
-class Saved:
-    """Notes the storages that are saved for backward, and how many bytes they have."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, int] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def sizes(self, net: nn.Module) -> set[int]:
-        """Return how many bytes each of them has, leaving out the parameters themselves."""
-        own = {param.untyped_storage().data_ptr() for param in net.parameters()}
-        return {size for address, size in self.storages.items() if address not in own}
+def sizes_of(saved: list[Tensor], net: nn.Module) -> set[int]:
+    """Return the bytes of the storages that are saved for backward, but the parameters' own."""
+    own = {param.untyped_storage().data_ptr() for param in net.parameters()}
+    storages = [tensor.untyped_storage() for tensor in saved if not tensor.is_meta]
+    return {storage.nbytes() for storage in storages if storage.data_ptr() not in own}
 
 
 def wide_mlp() -> nn.Sequential:
@@ -621,9 +590,9 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "linear": (wide_mlp, lambda m: m(X)),
     "frozen": (lambda: wide_mlp().requires_grad_(False), lambda m: m(X.clone().requires_grad_())),
     "convolutions": (convolutions, lambda m: m(IMAGE[:1])),
-    "grouped experts": (lambda: hugging_face("Mixtral", experts="grouped_mm"), causal),
+    "grouped experts": (lambda: mixtral("grouped_mm"), causal),
     "experts in a loop": (lambda: Experts(4, 64), lambda m: m(SEQUENCE.view(-1, 64))),
-    "gpt2": (lambda: hugging_face("GPT2"), lambda m: m.transformer.h[0].mlp(torch.randn(1, 2, 32))),
+    "gpt2": (lambda: hugging_face("gpt2"), lambda m: m.transformer.h[0].mlp(torch.randn(1, 2, 32))),
 }
 
 
@@ -639,10 +608,9 @@ def test_no_dense_weight_is_saved_for_backward(name: str, is_cast: bool) -> None
         run = torch.autocast("cpu", dtype=torch.bfloat16)(run)
     found = []
     for net in pair(make):
-        saved = Saved()
-        with saved.hooks:
+        with saved_for_backward() as saved:
             run(net)
-        found.append(saved.sizes(net) & dense_sizes(net, 2 if is_cast else 4))
+        found.append(sizes_of(saved, net) & dense_sizes(net, 2 if is_cast else 4))
     assert found[0]
     assert not found[1]
 
@@ -788,11 +756,10 @@ def compiled_grads(net: Any, backend: str, batch: Tensor) -> tuple[set[int], lis
     """Return the sizes that a compiled model saves, and its gradients."""
     torch._dynamo.reset()
     run = torch.compile(net, backend=backend, fullgraph=True)
-    saved = Saved()
-    with saved.hooks:
+    with saved_for_backward() as saved:
         loss = run(batch)
     loss.backward()
-    return saved.sizes(net), [loss.detach(), *grads(net)]
+    return sizes_of(saved, net), [loss.detach(), *grads(net)]
 
 
 @ignores_dynamo
@@ -827,31 +794,58 @@ class Arithmetic(nn.Module):
         return found + (2 * weight - weight / 3).sum() + (weight**2 + abs(-weight)).mean()
 
 
+COMPILED: dict[str, tuple[Callable[[], nn.Module], Run]] = {
+    "arithmetic": (Arithmetic, lambda m: m(X)),
+    **{name: OTHERS[name] for name in ("lstm", "tied", "resnet")},
+    **{
+        name: (partial(hugging_face, name), lambda m: m(input_ids=IDS, use_cache=False).logits)
+        for name in ("gpt2", "llama")
+    },
+}
+LONG = ("resnet", "gpt2", "llama")
+
+
 @ignores_dynamo
-@pytest.mark.parametrize("kind", ["arithmetic", "lstm", "tied"])
-def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
-    torch._dynamo.reset()
-    make, x = {
-        "arithmetic": (Arithmetic, X),
-        "lstm": (lambda: nn.LSTM(16, 8), SEQUENCE),
-        "tied": (Tied, TOKENS),
-    }[kind]
-    eager = streamed(make)
-    model = copy.deepcopy(eager)
-    run = torch.compile(model, backend="aot_eager", fullgraph=kind != "lstm")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in COMPILED]
+)
+def test_compiled_models_compute_what_eager_ones_do(name: str) -> None:
+    make, run = COMPILED[name]
+    for eager in pair(make):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = copy.deepcopy(eager)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=name != "lstm")
+        with torch.no_grad():
+            torch.testing.assert_close(run(compiled), run(eager))
+        for net, call in ((eager, eager), (model, compiled)):
+            run(call).float().square().mean().backward()
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+        torch.testing.assert_close(run(compiled), run(eager))
+        torch.testing.assert_close(grads(model), grads(eager))
+        # One for inference, one for training.
+        assert name == "lstm" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
-    def result(run: Any) -> Tensor:
-        out = run(x)
-        return out[0] if kind == "lstm" else out
 
-    with torch.no_grad():
-        torch.testing.assert_close(result(run), result(eager))
-    for net, call in ((eager, eager), (model, run)):
-        result(call).square().mean().backward()
-        torch.optim.SGD(net.parameters(), lr=0.1).step()
-    torch.testing.assert_close(result(run), result(eager))
-    for one, other in zip(grads(model), grads(eager)):
-        torch.testing.assert_close(one, other)
+class Signed(nn.Linear):
+    is_cloned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.clone() if self.is_cloned else self.weight
+        return F.linear(x, Signs.apply(weight), self.bias)
+
+
+@ignores_dynamo
+def test_compiled_code_gives_an_autograd_function_clones_of_streamed_weights() -> None:
+    """See docs/limits.md."""
+    model, dense = twins(nn.Sequential(Signed(12, 6)), weights="streamed")
+    run = torch.compile(model, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
+        run(X)
+    model[0].is_cloned = True
+    for net in (run, dense):
+        net(X).square().sum().backward()
+    assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
 
 
 @ignores_dynamo

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,33 @@ from torch import Tensor, nn
 
 import samo
 from samo.core.compress import masks as masks_of
+from samo.core.modules import named_weights
+
+X = torch.linspace(-1, 1, 36).view(3, 12)
+"""An input of `mlp`."""
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({"dtype": torch.float32}, {}),
+    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, {}),
+    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {}),
+    "fp16": ({"dtype": torch.float16}, {}),
+    "ages": ({"dtype": torch.bfloat16}, {"entry_steps": True}),
+    "lean fp32": ({"dtype": torch.float32}, {"state": "lean"}),
+    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {"state": "lean"}),
+}
+"""How a model is compressed, and what its samo.AdamW keeps."""
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+WAYS: dict[str, tuple[dict[str, Any], Make]] = {
+    "sgd": ({"dtype": torch.bfloat16}, partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
+    "adam": ({"dtype": torch.float32}, partial(torch.optim.Adam, lr=0.01, amsgrad=True)),
+    **{
+        kind: (options, partial(samo.AdamW, lr=0.01, **settings))
+        for kind, (options, settings) in KINDS.items()
+    },
+}
+"""How a model is compressed, and its optimizer."""
 
 
 def mlp(width: int = 32) -> nn.Sequential:
@@ -19,29 +45,12 @@ def mlp(width: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 6))
 
 
-def hugging_face(name: str, **changes: Any) -> Any:
-    """A language model of one layer, without dropout."""
-    transformers = pytest.importorskip("transformers")
-    small = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 16,
-    }
-    if name == "GPT2":
-        sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64}
-        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    if name == "Llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
-    implementation = changes.pop("experts")
-    small |= {"num_experts_per_tok": 2, "num_local_experts": 4, **changes}
-    config = transformers.MixtralConfig(**small)
-    config._experts_implementation = implementation
-    return transformers.MixtralForCausalLM(config)
+def hugging_face(family: str, **changes: Any) -> Any:
+    """A small language model of transformers."""
+    pytest.importorskip("transformers")
+    from tests.integrations.tiny_lms import tiny_lm
+
+    return tiny_lm(family, **changes)
 
 
 def compressed(
@@ -51,6 +60,20 @@ def compressed(
     model = mlp()
     samo.compress_(model, samo.prune(model, sparsity), dtype=dtype, **options)
     return model
+
+
+def random_masks(model: nn.Module, density: float = 0.5, seed: int = 0) -> samo.Masks:
+    """Return masks of all parameters with two dimensions or more; each keeps its first entry."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    shapes.update({name: weight.shape for name, weight in named_weights(model)})
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) > 1:
+            keep = torch.rand(shape, generator=generator) < density
+            keep.view(-1)[0] = True
+            found[name] = samo.Mask.from_bool(keep)
+    return samo.Masks(found)
 
 
 def masked_twin(model: nn.Module, masks: samo.Masks) -> nn.Module:

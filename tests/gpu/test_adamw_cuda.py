@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import samo
+from tests.core import test_adamw as on_cpu
+from tests.core.twins import KINDS as CPU_KINDS
 from tests.meters import assert_same
 
 pytestmark = pytest.mark.gpu
 
-# How the model is compressed, and what its optimizer keeps.
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "exact": ({"dtype": torch.bfloat16}, {}),
-    "bf16 gradients": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, {}),
-    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {"state": "lean"}),
-    "ages": ({"dtype": torch.bfloat16}, {"entry_steps": True}),
-    "fp32": ({"dtype": torch.float32}, {}),
-    "fp64": ({"dtype": torch.float64}, {}),  # by the reference, but for the dense weights
-    "fp64 ages": ({"dtype": torch.float64}, {"entry_steps": True}),
-}
+# By the reference, but for the dense weights.
+FP64 = {"dtype": torch.float64}
+KINDS = {**CPU_KINDS, "fp64": (FP64, {}), "fp64 ages": (FP64, {"entry_steps": True})}
 WARM = 3
 REPLAYS = 20
 BAD = 7
@@ -88,10 +83,8 @@ def train_others(count: int = 24) -> None:
 
 
 def tensors_of(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {f"model/{name}": value for name, value in model.state_dict().items()}
-    for index, state in opt.state_dict()["state"].items():
-        found |= {f"{index}/{key}": value for key, value in state.items()}
-    return found | {f"dense/{index}": model[index].weight for index in (0, 3)}
+    dense = {f"dense/{index}": model[index].weight for index in (0, 3)}
+    return on_cpu.tensors_of(model, opt) | dense
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,7 +134,7 @@ def test_a_captured_training_step_trains_as_without_a_graph(kind: str, is_tensor
 
 
 def test_two_graphs_of_one_optimizer_take_turns() -> None:
-    eager = build("exact")
+    eager = build("bf16")
     graphed = copy.deepcopy(eager)
     opts = [samo.AdamW(model.parameters(), lr=1e-2) for model in (eager, graphed)]
     first, *later = batches(torch.bfloat16)
@@ -164,7 +157,7 @@ def test_two_graphs_of_one_optimizer_take_turns() -> None:
 
 
 def test_a_first_step_is_not_captured() -> None:
-    model = build("exact")
+    model = build("bf16")
     opt = samo.AdamW(model.parameters())
     x = batches(torch.bfloat16)[0]
     with on_a_side_stream():

@@ -7,10 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import samo
+from samo.core.shards import whole
 from tests.gpu.test_cuda import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +45,6 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, *, dtype: torch.dtype) -
         with no_waiting() if step else nullcontext():  # the first one makes communicators
             opt.step()
         opt.zero_grad()
-
-
-def whole(param: Tensor) -> Tensor:
-    return param.full_tensor() if hasattr(param, "full_tensor") else param
 
 
 @pytest.mark.parametrize("reshards", [True, False])

@@ -8,20 +8,21 @@ import torch
 from torch import nn
 
 import samo
-from tests.core.test_remap import CASES, dense_state, random_masks, trained
+from tests.core.test_remap import dense_state, random_masks, trained
+from tests.core.twins import WAYS
 from tests.meters import assert_same
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", WAYS)
 def test_a_remap_on_a_gpu_is_that_of_a_cpu(kind: str) -> None:
     old, new = random_masks(0, (0.3, 0.5)), random_masks(1, (0.5, 0.2))
     model, opt = trained(kind, old)
     there = copy.deepcopy(model).cuda()
     for ours, theirs in zip(model.parameters(), there.parameters(), strict=True):
         theirs.grad = None if ours.grad is None else ours.grad.cuda()
-    there_opt = CASES[kind].make(there.parameters())
+    there_opt = WAYS[kind][1](there.parameters())
     there_opt.load_state_dict(opt.state_dict())
     samo.remap_(model, new, opt)
     samo.remap_(there, new, there_opt)

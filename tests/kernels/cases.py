@@ -111,6 +111,23 @@ def draw_update(
     return update._replace(**changes)
 
 
+def assert_as_reference(
+    kernels: Kernels,
+    updates: list[AdamWUpdate],
+    settings: AdamWSettings = SETTINGS,
+    skip: Tensor | None = None,
+    *,
+    at_most: int = 4,
+) -> None:
+    """Update parameters together, and compare with the reference, which updates them one by one."""
+    expected = [copy_of(update) for update in updates]
+    before = [master_of(update) for update in updates]
+    kernels.adamw_(updates, settings, skip)
+    for ours, theirs, old in zip(updates, expected, before):
+        reference.adamw_([theirs], settings, None)  # without a look at ``skip``
+        assert_same(ours, theirs, old, at_most=at_most)
+
+
 def copy_of(update: AdamWUpdate) -> AdamWUpdate:
     return AdamWUpdate(*(part.clone() if isinstance(part, Tensor) else part for part in update))
 

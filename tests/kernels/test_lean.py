@@ -16,6 +16,7 @@ from samo.kernels.rounding import split, to_correction
 from tests.kernels.cases import (
     KINDS,
     SETTINGS,
+    assert_as_reference,
     assert_copied,
     assert_same,
     copy_of,
@@ -168,12 +169,8 @@ def test_an_update_is_adamw_between_codes(density: float | None) -> None:
 
 def test_many_items_equal_the_reference(kernels: Kernels) -> None:
     sizes = ((255, None), (257, None), (8200, 0.02), (5000, None))
-    start = [draw_update(numel, density, BF16, 3, "lean") for numel, density in sizes]
-    ours, theirs = ([copy_of(update) for update in start] for _ in range(2))
-    kernels.adamw_(ours, SETTINGS, None)
-    reference.adamw_(theirs, SETTINGS, None)
-    for mine, other, old in zip(ours, theirs, start):
-        assert_same(mine, other, master_of(old), at_most=4)
+    updates = [draw_update(numel, density, BF16, 3, "lean") for numel, density in sizes]
+    assert_as_reference(kernels, updates)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +184,10 @@ def test_whatever_a_block_keeps(
         row[torch.randperm(2048)[:count]] = True
     if is_triton(kernels):
         monkeypatch.setattr(kernels, "lean_slots", lambda masks: slots)  # up to 8 rounds
-    ours = draw_update(keep.view(-1), 0.1, BF16, 3, "lean")
-    theirs, before = copy_of(ours), master_of(ours)
-    assert ours.dense is not None
-    ours.dense.fill_(float("nan"))
-    kernels.adamw_([ours], SETTINGS, None)
-    reference.adamw_([theirs], SETTINGS, None)
-    assert_same(ours, theirs, before, at_most=4)
+    update = draw_update(keep.view(-1), 0.1, BF16, 3, "lean")
+    assert update.dense is not None
+    update.dense.fill_(float("nan"))
+    assert_as_reference(kernels, [update])
 
 
 def test_what_gets_no_gradient_any_more_comes_to_rest() -> None:

@@ -267,7 +267,7 @@ def test_an_interrupted_sample_is_left_out(run: Path, monkeypatch: pytest.Monkey
     def impatient(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("samo.train.gpt_subject.generate", impatient)
+    monkeypatch.setattr("samo.train.gpt_subject.stream", impatient)
     before = lines(run, "sample")
     assert resume(run).step == 8
     assert lines(run, "sample") == before

@@ -401,18 +401,11 @@ def state_layout(
 
 def _local(update: AdamWUpdate) -> AdamWUpdate:
     """Return this rank's part of an update; its tensors may be empty."""
-    param, remainder, grad, exp_avg, exp_avg_sq, *_ = update
-    placements = param.placements  # type: ignore[attr-defined]
+    grad, placements = update.grad, update.param.placements  # type: ignore[attr-defined]
     if isinstance(grad, DTensor) and grad.placements != placements:
         # Tensor parallelism may leave partial sums.
-        grad = grad.redistribute(placements=placements)
-    return update._replace(
-        param=local_of(param),
-        remainder=None if remainder is None else local_of(remainder),
-        grad=local_of(grad),
-        exp_avg=local_of(exp_avg),
-        exp_avg_sq=local_of(exp_avg_sq),
-    )
+        update = update._replace(grad=grad.redistribute(placements=placements))
+    return _update(local_of(part) if isinstance(part, Tensor) else part for part in update)
 
 
 def _is_captured() -> bool:

@@ -56,19 +56,15 @@ class Layout(NamedTuple):
             return grad[self.mask.to_bool()].to(self.grad_dtype)
         return self.compress(grad, self.grad_dtype)
 
-    def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a new dense tensor with zeros in pruned entries."""
+    def expand(self, values: Tensor, dtype: torch.dtype, grad: Tensor | None = None) -> Tensor:
+        """Return a new dense tensor with zeros in pruned entries; ``grad`` in a backward pass."""
+        if grad is not None and torch.is_grad_enabled():  # backward(create_graph=True)
+            return expand_by_index(values, self, dtype)
         if self.mask is None:
             return values.to(dtype, copy=True)
         dense = self.new_dense(dtype, values.device)
         self.kernels.expand_(values, self.mask, dense)
         return dense
-
-    def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor) -> Tensor:
-        """Expand in a backward pass."""
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            return expand_by_index(values, self, dtype)
-        return self.expand(values, dtype)
 
     def new_dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized dense tensor with the parameter's shape and strides."""

@@ -63,7 +63,7 @@ class Product(torch.autograd.Function):
                 grad_values = layout.compress_grad(dense, ctx.kept)
             del dense  # free it before expanding the weight
         if needs_x:
-            grad_x = operation.grad_input(grad, x, layout.expand_again(values, x.dtype, grad))
+            grad_x = operation.grad_input(grad, x, layout.expand(values, x.dtype, grad))
         return grad_values, grad_x, grad_bias, None, None, None
 
 

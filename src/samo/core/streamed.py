@@ -88,13 +88,6 @@ class Expansion:
         """Return another expansion of the same kind and dtype."""
         raise NotImplementedError
 
-    def _sync(self) -> None:
-        """Apply pending writes to earlier expansions."""
-
-    def _part(self, index: Any) -> Any:
-        """Return one of stacked weights without expanding the others, or None if impossible."""
-        return None
-
     def _transposed(self, dim0: Any, dim1: Any) -> Any:
         """Transpose the last two dimensions; return None for other dimensions."""
         dims = len(self._layout.shape)
@@ -214,12 +207,13 @@ class StreamedWeight(Expansion, DenseWeight):
         return found
 
     def _sync(self) -> None:
+        """Apply pending writes to earlier expansions."""
         weight = self._samo_weight()
         if weight is not None and weight.expansions:
             weight.sync_written()
 
     def _part(self, index: Any) -> StreamedWeight | None:
-        """Return one of stacked weights, if its bits are aligned to blocks of the mask."""
+        """Return one of stacked weights alone, or None if its bits cut a block of the mask."""
         layout = self._layout
         mask = layout.mask
         # Watchers need the gradient of the whole weight.

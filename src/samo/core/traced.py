@@ -28,12 +28,8 @@ class TracedLayout(NamedTuple):
     grad_dtype: torch.dtype
     """The values' dtype, as compilers assume; torch casts gradients that leave compiled code."""
 
-    def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the expanded ``values``."""
-        return self.expand_again(values, dtype, None)
-
-    def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor | None) -> Tensor:
-        """Expand in backward, after its gradient is ready: see `samo.kernels.operators.expand`."""
+    def expand(self, values: Tensor, dtype: torch.dtype, grad: Tensor | None = None) -> Tensor:
+        """Expand; in backward, after ``grad`` is ready: see `samo.kernels.operators.expand`."""
         if self.bitmap is None:
             return values.to(dtype)
         dense = expand(values, self.bitmap, list(self.shape), dtype, grad)

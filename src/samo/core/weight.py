@@ -103,9 +103,8 @@ class Weight:
         self.dense_dtype = param.dtype  # what decompress_ restores
         self.attributes: Final = dict(param.__dict__)  # custom attributes of the parameter
         strides = torch.empty_like(param, device="meta").stride()
-        device = torch.device("cpu") if param.is_meta else param.device
-        mask = mask if mask is None or param.is_meta else mask.to(device)
-        kernels = _kernels.choose(device, path)
+        mask = mask if mask is None or param.is_meta else mask.to(param.device)
+        kernels = _kernels.choose(param.device, path)
         self.layout = Layout(param.shape, strides, mask, grad_dtype, kernels, [])
         self.is_vector = mask is None and param.dim() < 2
         if mask is None:
@@ -436,8 +435,7 @@ class Weight:
     def __setstate__(self, state: dict[str, Any]) -> None:
         shape, strides, mask, grad_dtype = state.pop("layout")
         vars(self).update(state)
-        device = torch.device("cpu") if self.values.is_meta else self.values.device
-        kernels = _kernels.choose(device, self.path)
+        kernels = _kernels.choose(self.values.device, self.path)
         self.layout = Layout(torch.Size(shape), strides, mask, grad_dtype, kernels, [])
         self.values.__dict__.update(self.attributes)  # deepcopy drops them
         self.bind(self.values)

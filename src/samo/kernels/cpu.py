@@ -57,10 +57,15 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     if skip is not None and bool(skip):
         return
     together: dict[tuple[torch.dtype | bool, ...], list[AdamWUpdate]] = {}
-    others = []
+    others, refreshed = [], []
     for update in updates:
-        is_covered = not update.is_lean or update.param.dtype != torch.float64
-        if is_covered and is_plain(update, _SEEN_AS):
+        fits = is_plain(update, _SEEN_AS)
+        if not fits and update.dense is not None:
+            # Written afterwards, so that values do not depend on whether there is such a copy.
+            refreshed.append((update.param, update.mask, update.dense))
+            update = update._replace(dense=None)
+            fits = is_plain(update, _SEEN_AS)
+        if fits and not (update.is_lean and update.param.dtype == torch.float64):
             copy = update.param if update.dense is None else update.dense
             kind = update.is_lean, update.age is not None
             key = update.param.dtype, update.grad.dtype, copy.dtype, *kind
@@ -70,6 +75,8 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     reference.adamw_(others, settings, None)
     for members in together.values():
         _update_rows(members, settings)
+    for values, mask, dense in refreshed:
+        expand_(values, mask, dense)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -113,8 +120,8 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
         if rate is not None and rate not in tables:
             tables[rate] = corrections_by_age(update, settings)
             tables[rate][0].neg_()
-        # Groups of 8-bit codes follow the mask; all other values are a plain vector.
-        mask = update.mask if is_lean else update.mask_of_copy
+        # Groups of 8-bit codes and dense copies follow the mask; all else is a plain vector.
+        mask = update.mask if is_lean or update.dense is not None else None
         numel = update.param.numel() if mask is None else mask.numel
         rows.append(_row(update, tables.get(rate), mask, numel))
         seeds.append(int(update.step) * 0x85EBCA77 & 0xFFFFFFFF if is_lean else 0)

@@ -40,11 +40,6 @@ class AdamWUpdate(NamedTuple):
         """Whether the moments are 8-bit codes."""
         return self.exp_avg_scale is not None
 
-    @property
-    def mask_of_copy(self) -> Mask | None:
-        """Where values lie in the dense copy; None without a copy, or if it has all entries."""
-        return None if self.dense is None else self.mask
-
 
 class AdamWSettings(NamedTuple):
     """What all parameters share in an AdamW step."""

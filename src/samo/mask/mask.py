@@ -7,6 +7,7 @@ be exactly 0 and must stay trainable. ``bitmap.py`` describes the layout.
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -35,8 +36,6 @@ class Mask:
         words: Its bits in row-major order, int32; copied.
     """
 
-    __slots__ = ("_fingerprint", "_firsts", "_packed", "kept", "numel", "offsets", "shape", "words")
-
     def __init__(self, shape: Iterable[int], words: Tensor) -> None:
         self.shape: Final = tuple(shape)
         if any(size < 0 for size in self.shape):
@@ -53,9 +52,6 @@ class Mask:
             raise ValueError(f"a mask of {self.numel:,} weights has bits set past its last weight")
         self.words = words.clone(memory_format=torch.contiguous_format)
         self.offsets, self.kept = bitmap.block_offsets(words)
-        self._fingerprint: str | None = None
-        self._firsts: list[int] | None = None
-        self._packed: Tensor | None = None
 
     @classmethod
     def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
@@ -64,7 +60,6 @@ class Mask:
         mask.shape = tuple(shape)  # type: ignore[misc]
         mask.numel = math.prod(mask.shape)  # type: ignore[misc]
         mask.words, mask.offsets, mask.kept = words, offsets, kept
-        mask._fingerprint = mask._firsts = mask._packed = None
         return mask
 
     @classmethod
@@ -88,15 +83,14 @@ class Mask:
         """Return the mask as a boolean tensor of its shape, 1 byte per weight."""
         return bitmap.unpack(self.words, 0, self.numel).view(self.shape)
 
-    @property
+    @cached_property
     def packed(self) -> Tensor:
         """Words and offsets in one int32 tensor, of which they are views from then on."""
         # For compiled code, where each tensor costs the host time in every call.
-        if self._packed is None:
-            packed = torch.cat([self.words, self.offsets.view(torch.int32)])
-            self.words, offsets = packed.split([len(self.words), 2 * len(self.offsets)])
-            self.offsets, self._packed = offsets.view(torch.int64), packed
-        return self._packed
+        packed = torch.cat([self.words, self.offsets.view(torch.int32)])
+        self.words, offsets = packed.split([len(self.words), 2 * len(self.offsets)])
+        self.offsets = offsets.view(torch.int64)
+        return packed
 
     @classmethod
     def from_packed(cls, shape: Iterable[int], packed: Tensor, kept: int) -> "Mask":
@@ -105,7 +99,7 @@ class Mask:
         num_words = bitmap.num_words(math.prod(shape))
         offsets = packed[num_words:].view(torch.int64)
         mask = cls.from_parts(shape, packed[:num_words], offsets, kept)
-        mask._packed = packed
+        mask.packed = packed
         return mask
 
     @property
@@ -130,12 +124,16 @@ class Mask:
         if not size or size % bitmap.BLOCK_BITS or not -count <= index < count:
             return None
         index, blocks = index % count, size // bitmap.BLOCK_BITS
-        if self._firsts is None:
-            self._firsts = [*self.offsets[::blocks].tolist(), self.kept]
         first, last = self._firsts[index : index + 2]
         words = self.words[index * blocks * bitmap.BLOCK_WORDS :][: blocks * bitmap.BLOCK_WORDS]
         offsets = self.offsets[index * blocks :][:blocks] - first
         return first, Mask.from_parts(self.shape[1:], words, offsets, last - first)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The kept counts before the parts of `part`, and of all."""
+        blocks = self.numel // self.shape[0] // bitmap.BLOCK_BITS
+        return [*self.offsets[::blocks].tolist(), self.kept]
 
     def pieces(self) -> Iterator[tuple[slice, Tensor, slice]]:
         """Yield slices of 2**20 dense entries, their bits, and their slices of kept entries."""
@@ -169,11 +167,13 @@ class Mask:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of shape and bits."""
-        if self._fingerprint is None:
-            digest = hashlib.sha256(repr(self.shape).encode())
-            digest.update(self.words.cpu().numpy().tobytes())
-            self._fingerprint = digest.hexdigest()
         return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(self.shape).encode())
+        digest.update(self.words.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def __and__(self, other: "Mask") -> "Mask":
         return Mask(self.shape, self.words & self._words_of(other))

@@ -35,6 +35,11 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 Scheme = Literal["samo", "paper", "dense", "autocast", "8-bit"]
 
 _SIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_OF_16_BITS: Final[dict[Scheme, dict[Kind, int]]] = {
+    "dense": {"dense": 2, "values": 4, "gradients": 6, "moments": 4},
+    "8-bit": {"values": 3, "gradients": 2, "moments": 1},
+}
+"""Bytes for each entry of a 16-bit weight, and for each of its moments."""
 _GROUP: Final = 1024  # entries that share two scales in lean state
 _UNPRUNED_GROUP: Final = 256
 
@@ -129,19 +134,12 @@ def _dense(tensor: TensorSpec, scheme: Scheme) -> dict[Kind, int]:
         size = max(size, 4)
     if not tensor.is_trained:
         return {"values": size * numel}
-    if size > 2:  # gradients and moments are of the weight's own type
-        return {
-            "values": size * numel,
-            "gradients": size * numel,
-            "moments": tensor.moments * size * numel,
-        }
-    if scheme == "8-bit":
-        return {"values": 3 * numel, "gradients": 2 * numel, "moments": tensor.moments * numel}
+    each: dict[Kind, int] = {"values": size, "gradients": size, "moments": size}
+    if size == 2:  # wider weights have gradients and moments of their own type
+        each = _OF_16_BITS[scheme]
     return {
-        "dense": 2 * numel,
-        "values": 4 * numel,
-        "gradients": 6 * numel,
-        "moments": 4 * tensor.moments * numel,
+        kind: count * numel * (tensor.moments if kind == "moments" else 1)
+        for kind, count in each.items()
     }
 
 

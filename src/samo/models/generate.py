@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from samo.errors import CheckpointError
 
-__all__ = ["Pieces", "Sampling", "check_logits", "generate", "stream"]
+__all__ = ["Pieces", "Sampling", "check_logits", "stream"]
 
 _MAX_HELD: Final = 8
 """Most tokens held back for a character that is not complete; more are no text."""
@@ -67,21 +67,6 @@ def _draw(logits_V: Tensor, how: Sampling, random: torch.Generator) -> Tensor:
         before_V = sorted_V.cumsum(dim=-1) - sorted_V  # 0 for the likeliest, which always stays
         chances_V[order_V[before_V >= how.top_p]] = 0
     return torch.multinomial(chances_V, 1, generator=random)
-
-
-def generate(
-    model: nn.Module,
-    prompt_T: Tensor,
-    num_tokens: int,
-    *,
-    context: int,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> Tensor:
-    """Return a prompt and ``num_tokens`` sampled tokens, as `stream` yields them."""
-    how = Sampling(num_tokens, temperature, seed=seed)
-    drawn = list(stream(model, prompt_T, how, context=context))
-    return torch.cat([prompt_T.cpu(), torch.tensor(drawn, dtype=torch.int64)])
 
 
 class Pieces:

@@ -12,7 +12,7 @@ from samo.data.batches import validation_batches
 from samo.data.tokenizers import open_tokenizer
 from samo.data.tokens import open_tokens
 from samo.errors import DataError
-from samo.models.generate import generate
+from samo.models.generate import Sampling, stream
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.train.config import AUTO, TrainConfig, with_values
@@ -96,4 +96,6 @@ class GPTSubject(Subject):
     def sample(self, learner: Learner, prompt_T: Tensor) -> Tensor:
         """Continue a prompt."""
         run, context = self.config.run, self.config.model.context
-        return generate(learner.model, prompt_T, run.sample_tokens, context=context, seed=run.seed)
+        how = Sampling(run.sample_tokens, seed=run.seed)
+        drawn = list(stream(learner.model, prompt_T, how, context=context))
+        return torch.cat([prompt_T.cpu(), torch.tensor(drawn, dtype=torch.int64)])
