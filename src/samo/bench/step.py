@@ -4,8 +4,8 @@ All contenders train the same GPT from the same initial weights, on the same tok
 loss and AdamW settings. In each round every contender is built, warmed up, timed and freed in turn.
 
 With ``--compile`` every model is compiled in the same way: each block by itself, or forward and
-loss as one graph, with or without CUDA graphs. The optimizer is never compiled. Contenders are then
-compiled once and stay in memory between rounds, if they fit and there are no CUDA graphs.
+loss as one graph, with or without CUDA graphs. The optimizer is never compiled. For several rounds,
+contenders are then built once and stay in memory, if they fit and there are no CUDA graphs.
 """
 
 import math
@@ -139,31 +139,32 @@ class Contest:
         self._masks = prune(model, config.sparsity).to("cpu")
 
     def run(self, name: str, steps: int) -> None:
-        """Build one contender, time some steps and free it. A contender that failed is skipped."""
+        """Time some steps of one contender, built if it is not kept. One that failed is skipped."""
         if name in self.failures:
             return
         self._reset()
-        error = self._attempt(name, steps)
-        if isinstance(error, torch.OutOfMemoryError) and self._kept:
+        failure = self._attempt(name, steps)
+        if failure is not None and self._kept:  # it may be short of memory, whatever it says
             self._keeps = False
             self._kept.clear()
             self._reset()
-            error = self._attempt(name, steps)
-        if error is not None:  # whatever it is, the other contenders continue
-            self.failures[name] = reason(error)
-            self._say(f"{name}: {self.failures[name]}")
+            failure = self._attempt(name, steps)
+        if failure is not None:  # whatever it is, the other contenders continue
+            self.failures[name] = failure
+            self._say(f"{name}: {failure}")
         self._reset()
 
-    def _attempt(self, name: str, steps: int) -> Exception | None:
+    def _attempt(self, name: str, steps: int) -> str | None:
         try:
-            self._run(name, steps)
+            # All that are kept have graphs of the same code.
+            with torch._dynamo.config.patch(recompile_limit=64):
+                self._run(name, steps)
         except Exception as error:
-            return error.with_traceback(None)  # whose frames hold tensors
+            return reason(error)  # and not the error, whose frames hold tensors
         return None
 
     def _run(self, name: str, steps: int) -> None:
         counters = torch._dynamo.utils.counters
-        num_graphs = counters["stats"]["unique_graphs"]
         if name in self._kept:
             contender, found, own = self._kept[name]
             found = replace(found, step_ms=[], update_ms=[], losses=[])
@@ -173,12 +174,14 @@ class Contest:
             before = self._memory("current")
             contender, found = self._warmed_up(name)
             own = self._memory("current") - before
+        retries = self._num_retries()
         for _ in range(steps):
             self._timed_step(contender, found, own)
         found.in_a_row_ms = self._step_in_a_row(contender)
-        if self.compile != "none":
-            new = counters["stats"]["unique_graphs"] - num_graphs
-            found.compiled["compilations"] = found.compiled.get("compilations", 0) + new
+        if self._kept and self._num_retries() > retries:
+            raise RuntimeError("allocations had to wait for memory of contenders that are kept")
+        if self.compile != "none" and not self._keeps:
+            found.compiled["compilations"] = counters["stats"]["unique_graphs"]
         if self.compile == "graphs":
             found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
         if self._keeps:
@@ -188,10 +191,17 @@ class Contest:
         peak = f", peak {three_digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
         self._say(f"{name}: {times}{peak}; warm-up {found.warm_up_s:.1f} s")
 
+    def _num_retries(self) -> int:
+        """Return how often an allocation failed until cached memory was freed."""
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
     def _warmed_up(self, name: str) -> tuple[Contender, Round]:
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
         contender = CONTENDERS[name](model, masks)
-        launch_statically()
+        if self.compile != "none":
+            launch_statically()
         if self.compile == "blocks":
             for block in model.blocks:
                 block.compile(fullgraph=True)  # a graph break is an error
@@ -294,7 +304,8 @@ class Contest:
             # Of the first round: later ones may go on from there.
             "final_loss": first.losses[-1] if math.isfinite(first.losses[-1]) else None,
             "trained_steps": self.warm_up + len(first.losses),
-            "warm_up_s": round(first.warm_up_s, 2),  # nothing was compiled before it
+            # With what others have compiled, it means little.
+            "warm_up_s": None if self._keeps else round(first.warm_up_s, 2),
             **last.compiled,
         }
         if last.account is not None:
