@@ -125,7 +125,6 @@ def test_logits_are_computed_where_they_are_used() -> None:
     assert type(model(input_ids=ids).logits) is Tensor  # without labels nothing changes
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # which peft reads
 def test_adapters_are_chunked_too() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
