@@ -537,6 +537,16 @@ def test_optimizer_state_that_refers_to_the_wrong_things_is_refused(
     refused(tmp_path, model, opt, message)
 
 
+def test_a_setting_that_was_not_saved_keeps_its_value(tmp_path: Path) -> None:
+    model, opt = compressed_checkpoint(tmp_path)
+    entry = json.loads((tmp_path / "manifest.json").read_bytes())["optimizer"]
+    del entry["groups"][0]["settings"]["betas"]
+    forge(tmp_path, "optimizer", value=entry)
+    opt.param_groups[0]["betas"] = (0.5, 0.6)
+    samo.load(tmp_path, model, opt)
+    assert opt.param_groups[0]["betas"] == (0.5, 0.6)
+
+
 def test_a_scaler_that_counts_in_fractions_is_refused(tmp_path: Path) -> None:
     model, scaler = model_of(1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
     samo.save(tmp_path, model, scaler=scaler)

@@ -191,6 +191,7 @@ def test_a_path_that_is_not_a_data_file_is_refused(
         "odd.bin": "has 1,235 bytes, an odd number; a .bin file",
         "zip.npy": r"cannot be read as \.npy: .*magic",
         "no/such": "does not exist",
+        "x" * 300: "cannot be read: File name too long",
     }.items():
         with pytest.raises(DataError, match=message):
             open_bytes(tmp_path / name)

@@ -231,7 +231,7 @@ class OptimizerState:
             for name, param in [*params.items()][:1]:  # all of a group have the same settings
                 on_device = bool(theirs[name].get("capturable") or theirs[name].get("fused"))
                 to = partial(_from_inline, device=param.device if on_device else None)
-                settings = json_values.decode(theirs[name], to)
+                settings |= json_values.decode(theirs[name], to)  # older ones may lack a setting
             # torch reads step counts on the host, except for capturable and fused.
             is_host = not on_device and not isinstance(self.kind, AdamW)
             for name, param in params.items():

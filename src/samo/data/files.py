@@ -14,6 +14,7 @@ import hashlib
 import io
 import logging
 import os
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -38,19 +39,23 @@ _log: Final = logging.getLogger(__name__)
 
 def check_readable(path: Path) -> None:
     """Raise DataError unless ``path`` is a regular file with content."""
-    if path.is_dir():
-        raise DataError(f"data file '{path}' is a folder; pass its files, such as {path}/*.txt")
-    if not path.exists():
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         names = os.listdir(path.parent) if path.parent.is_dir() else []
         # Names with the same suffix are half equal already.
         raise DataError(
             f"data file '{path}' does not exist{nearest(path.name, names, likeness=0.7)}"
-        )
-    if not path.is_file():  # opening a pipe would block
+        ) from None
+    except OSError as error:
+        raise DataError(f"data file '{path}' cannot be read: {error.strerror}") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise DataError(f"data file '{path}' is a folder; pass its files, such as {path}/*.txt")
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
         raise DataError(
             f"data file '{path}' is not a regular file and cannot be memory-mapped; copy it to one"
         )
-    if not path.stat().st_size:
+    if not found.st_size:
         raise DataError(f"data file '{path}' is empty")
 
 
