@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from benchmarks import ranks
-from samo.bench.machine import Machine
+from samo.bench.measure_machine import Machine
 from samo.bench.timing import in_turns
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig

@@ -19,7 +19,7 @@ def test_a_loss_in_parts_is_the_loss(reduction: Any, monkeypatch: pytest.MonkeyP
     expected = nn.functional.cross_entropy(logits, targets.flatten(), reduction=reduction)
     expected.backward()
     wanted = {name: param.grad for name, param in model.named_parameters()}
-    monkeypatch.setattr("samo.models.chunked_loss.MAX_LOGITS", 20 * 331)  # 16 of 95 tokens at once
+    monkeypatch.setattr("samo.models.sum_in_chunks.MAX_LOGITS", 20 * 331)  # 16 of 95 tokens at once
     sizes: list[int] = []
     model.head.register_forward_hook(lambda _, __, output: sizes.append(len(output)))
     model.zero_grad()

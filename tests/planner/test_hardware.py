@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samo.bench import machine
+from samo.bench import measure_machine
 from samo.cli.main import main
 from samo.errors import ConfigError
 from samo.planner.hardware import HARDWARE, find_hardware, match_hardware, write_hardware
@@ -88,11 +88,13 @@ def test_hardware_files_are_read_back(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, pytest.param(machine._ROUNDS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rounds", [1, pytest.param(measure_machine._ROUNDS, marks=pytest.mark.long)]
+)
 def test_a_measured_machine_can_be_planned_for(rounds, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "_ROUNDS", rounds)
+    monkeypatch.setattr(measure_machine, "_ROUNDS", rounds)
     if rounds == 1:
-        monkeypatch.setattr(machine, "_CPU_WIDTHS", (("large", 64), ("small", 32)))
+        monkeypatch.setattr(measure_machine, "_CPU_WIDTHS", (("large", 64), ("small", 32)))
     path = tmp_path / "here.json"
     assert main(["plan", "--measure", str(path)]) == 0
     assert "plan with it" in capsys.readouterr().out

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from samo.integrations.causal_lm import checkpoint_blocks
-from samo.models.chunked_loss import MAX_LOGITS
 from samo.models.gpt import GPT, GPTConfig
+from samo.models.sum_in_chunks import MAX_LOGITS
 from samo.planner.configs import from_module
 from samo.planner.memory import Job, Layout, peak, stage_state, stages
 from samo.planner.sparsity import pruned_by_masks

@@ -16,10 +16,10 @@ from samo.cli.commands import Finetune, Train
 from samo.cli.main import main, parse
 from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
-from samo.planner.command import command
 from samo.planner.hardware import Hardware
 from samo.planner.public_models import PUBLIC
 from samo.planner.search import dense_phase
+from samo.planner.suggested_command import command
 from samo.planner.this_machine import this_hardware
 from samo.train.resolve import resolve
 from tests.integrations.tiny_lms import tiny_lm

@@ -24,7 +24,7 @@ from samo.integrations.model_folders import open_compressed
 from samo.planner import this_machine
 from samo.planner.this_machine import this_hardware
 from samo.train import causal_lm
-from samo.train.causal_lm import CausalLMSubject
+from samo.train.causal_lm_subject import CausalLMSubject
 from samo.train.config import with_values
 from samo.train.finetune_config import FinetuneConfig
 from samo.train.planning import choose_layout

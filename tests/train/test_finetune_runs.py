@@ -14,7 +14,7 @@ import torch
 import samo
 from samo.data.batches import Batches
 from samo.train import causal_lm
-from samo.train.causal_lm import CausalLMSubject
+from samo.train.causal_lm_subject import CausalLMSubject
 from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
 from samo.train.run_dir import RunDir
 from samo.train.trainer import train

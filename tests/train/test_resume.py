@@ -17,10 +17,10 @@ import torch
 import samo
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.train import events, learner as stepping
-from samo.train.checkpointing import Saver
 from samo.train.config import with_values
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
+from samo.train.saver import Saver
 from samo.train.trainer import resume, train
 from tests.meters import ignores_dynamo
 from tests.train.helpers import (

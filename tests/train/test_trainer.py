@@ -196,7 +196,7 @@ def test_memory_for_copies_is_taken_once_before_the_first_save(
     tmp_path: Path, finished: Path, dense_steps: int, save_every: int, times: int
 ) -> None:
     config = recorded(finished, save_every=save_every, eval_every=8, dense_steps=dense_steps)
-    with mock.patch("samo.train.checkpointing.prepare") as prepare:
+    with mock.patch("samo.train.saver.prepare") as prepare:
         train(config, tmp_path / "run")
     assert prepare.call_count == times
 

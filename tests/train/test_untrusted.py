@@ -13,7 +13,7 @@ import torch
 
 from samo.checkpoint.manifest import NAME, encode_manifest
 from samo.errors import CheckpointError, RunError
-from samo.train import checkpointing
+from samo.train import run_state
 from samo.train.trainer import resume
 from tests.train.helpers import recorded
 
@@ -33,8 +33,8 @@ def test_an_impossible_random_state_is_refused(
         del extra["random_cpu"]
         return extra if value is None else {**extra, "random_cpu": value}
 
-    real = checkpointing.load
-    monkeypatch.setattr(checkpointing, "load", load)
+    real = run_state.load
+    monkeypatch.setattr(run_state, "load", load)
     message = r"is damaged: its random state or masks are not valid \(.*\); use another checkpoint"
     with pytest.raises(CheckpointError, match=message):
         resume(run)

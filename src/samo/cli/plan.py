@@ -18,7 +18,7 @@ _NOTHING_FITS = 3
 def run(command: Plan) -> int:
     """Plan, and print it; return 3 if nothing fits."""
     if command.measure is not None:
-        from samo.bench.machine import measure  # loads torch
+        from samo.bench.measure_machine import measure  # loads torch
 
         measure(command.measure, sys.stdout.write)
         return 0

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samo.models.chunked_loss import MAX_LOGITS, sum_in_chunks
+from samo.models.sum_in_chunks import MAX_LOGITS, sum_in_chunks
 
 __all__ = ["Distillation", "chunk_loss_", "deferred_logits"]
 

@@ -19,9 +19,9 @@ from samo.core.modules import BITMAP, CompressedModule, named_weights, original_
 from samo.core.shards import whole
 from samo.errors import CheckpointError
 from samo.integrations import folder_files, sparse_bitmask
+from samo.integrations.checked_loading import hidden_bars
 from samo.integrations.folder_files import GENERATION, MASKS, METHOD, QUANTIZATION, VERSION
 from samo.integrations.gpt2 import to_gpt2, write_byte_tokenizer
-from samo.integrations.hugging_face import hidden_bars
 from samo.integrations.model_card import model_card
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters

@@ -9,7 +9,7 @@ import torch
 
 from samo.core.modules import BITMAP
 from samo.errors import CheckpointError
-from samo.integrations import folder_files, hugging_face, sparse_bitmask
+from samo.integrations import checked_loading, folder_files, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, MASKS, METHOD, Spec
 from samo.mask.masks import MIN_SPARSITY, Masks
 from samo.memory.predict import Scheme, TensorSpec, predict
@@ -117,7 +117,7 @@ def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
     config = folder_files.read_json(folder / CONFIG)
     files = folder_files.weight_files(folder)
     specs = folder_files.read_specs(files)
-    method = hugging_face.quantization_of(folder).get("quant_method")
+    method = checked_loading.quantization_of(folder).get("quant_method")
     if method == METHOD:
         kind, masks, tensors = "compressed", "bitmaps", _compressed(folder, specs)
     elif any(name.endswith(".bitmask") for name in specs):
@@ -160,7 +160,7 @@ def _dense(folder: Path, specs: dict[str, Spec]) -> tuple[str, list[TensorFacts]
 
 def _compressed(folder: Path, specs: dict[str, Spec]) -> list[TensorFacts]:
     """Take the counts of kept values; the dense shapes follow from the config."""
-    model = hugging_face.empty_model(folder, len(specs))
+    model = checked_loading.empty_model(folder, len(specs))
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     found = []
     for name, spec in specs.items():

@@ -23,7 +23,7 @@ from samo.checkpoint.tensors import SavedTensors
 from samo.core.compress import compress_
 from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError
-from samo.integrations import folder_files, hugging_face
+from samo.integrations import checked_loading, folder_files
 from samo.integrations.folder_files import CONFIG, MASKS
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
@@ -52,7 +52,7 @@ class Place(NamedTuple):
         """Return whether the weights are stored compressed."""
         if self.is_checkpoint:
             return read_manifest(self.weights).is_compressed
-        return hugging_face.is_compressed(self.weights)
+        return checked_loading.is_compressed(self.weights)
 
 
 def find(path: str | os.PathLike[str]) -> Place:
@@ -120,10 +120,10 @@ def open_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
         load(place.weights, gpt)
         return gpt if dtype is None else gpt.to(dtype)
     if not place.is_checkpoint:
-        return hugging_face.open_dense(place.hugging_face, dtype)
+        return checked_loading.open_dense(place.hugging_face, dtype)
     saved, masks = _read_checkpoint(place.weights)
     dense = {name: _dense(saved, name, masks) for name in saved.specs}
-    return hugging_face.from_state(place.hugging_face, dense, dtype)
+    return checked_loading.from_state(place.hugging_face, dense, dtype)
 
 
 def open_empty(path: str | os.PathLike[str]) -> nn.Module | None:
@@ -135,7 +135,7 @@ def open_empty(path: str | os.PathLike[str]) -> nn.Module | None:
         size = len(SavedTensors(read_manifest(place.weights), "weights").specs)
     else:
         size = len(folder_files.read_specs(folder_files.weight_files(place.weights)))
-    return hugging_face.empty_model(place.hugging_face, size)
+    return checked_loading.empty_model(place.hugging_face, size)
 
 
 def open_compressed(
@@ -168,8 +168,8 @@ def open_compressed(
     if place.is_checkpoint:
         return _open_compressed_checkpoint(place, dtype, options, prepare)
     if place.is_compressed():
-        return hugging_face.open_compressed(place.weights, dtype, **options, prepare=prepare)
-    model = hugging_face.open_dense(place.weights, dtype)
+        return checked_loading.open_compressed(place.weights, dtype, **options, prepare=prepare)
+    model = checked_loading.open_dense(place.weights, dtype)
     masks = open_masks(path, model)
     if prepare is not None:
         prepare(model)
@@ -231,7 +231,7 @@ def _open_compressed_checkpoint(
         state |= {name + BITMAP: to_bytes(mask) for name, mask in masks.items()}
         tied = {alias: name for alias, name in manifest.tied.items() if name in masks}
         state |= {alias + BITMAP: state[name + BITMAP] for alias, name in tied.items()}
-        return hugging_face.from_state(folder, state, dtype, masks, **options, prepare=prepare)
+        return checked_loading.from_state(folder, state, dtype, masks, **options, prepare=prepare)
     with torch.device("meta"):
         gpt = GPT(_gpt_config(path))
     if torch.bfloat16 in {saved.specs[name].dtype for name in masks}:

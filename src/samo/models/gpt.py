@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samo.models.chunked_loss import sum_in_chunks
 from samo.models.shapes import GPTConfig
+from samo.models.sum_in_chunks import sum_in_chunks
 
 __all__ = ["GPT", "GPTConfig", "draw_weights", "init_weights"]
 

@@ -5,9 +5,10 @@
 - memory: peak bytes by kind; cost: seconds of a step by kind
 - search: the best layouts, and one of them; advice: what would fit, if nothing does
 - simulator: the pipeline's own engine in virtual time
-- answer, render, command: `samo.plan`, its text, and what to type
+- answer, render, suggested_command: `samo.plan`, its text, and what to type
 
-`this_machine` alone imports torch. `samo.bench.machine` times a machine and writes a hardware file.
+`this_machine` alone imports torch. `samo.bench.measure_machine` times a machine and writes a
+hardware file.
 """
 
 __all__ = []

@@ -9,7 +9,6 @@ from samo.errors import ConfigError, nearest
 from samo.memory.predict import Scheme
 from samo.models.shapes import SHAPES
 from samo.planner.advice import SEQUENCES, fewest_gpus, what_would_fit
-from samo.planner.command import command
 from samo.planner.configs import from_config, from_module, read_config
 from samo.planner.hardware import Cluster, Hardware, Link, find_hardware
 from samo.planner.memory import Job
@@ -17,6 +16,7 @@ from samo.planner.network import ENDS, Network, named
 from samo.planner.public_models import PUBLIC
 from samo.planner.search import Option, ranked, search
 from samo.planner.sparsity import pruned_as_read, pruned_by_masks
+from samo.planner.suggested_command import command
 
 if TYPE_CHECKING:
     from torch import nn

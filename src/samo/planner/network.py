@@ -15,7 +15,7 @@ ENDS: Final[tuple[Kind, ...]] = ("embedding", "head")
 PRUNED: Final[frozenset[Kind]] = frozenset({"attention", "mlp", "experts"})
 """What `samo.prune` prunes by default."""
 MAX_LOGITS: Final = 2**27
-"""That exist at once in a loss, as `samo.models.chunked_loss` has it."""
+"""That exist at once in a loss, as `samo.models.sum_in_chunks` has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from samo.data.tokenizers import open_tokenizer
 from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.memory.predict import Scheme
-from samo.models.chunked_loss import MAX_LOGITS
+from samo.models.sum_in_chunks import MAX_LOGITS
 from samo.planner.configs import from_module
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout, peak

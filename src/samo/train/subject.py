@@ -1,6 +1,6 @@
 """What a run is about, as its loop sees it: the data, and the model that it trains.
 
-`samo.train.gpt_subject` has those of ``samo train``, `samo.train.causal_lm` those of
+`samo.train.gpt_subject` has those of ``samo train``, `samo.train.causal_lm_subject` those of
 ``samo finetune``.
 """
 

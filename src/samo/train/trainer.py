@@ -26,7 +26,6 @@ from samo.data.examples import Examples
 from samo.errors import CheckpointError, DataError, RunError, SamoError
 from samo.memory.ledger import Ledger
 from samo.train import events
-from samo.train.checkpointing import RunState, Saver
 from samo.train.config_io import to_dict
 from samo.train.events import Listener
 from samo.train.finetune_config import Config, FinetuneConfig
@@ -39,6 +38,8 @@ from samo.train.resolve import again, resolve, resolve_resumed
 from samo.train.rules import check_batch
 from samo.train.run_dir import RunDir, check_free
 from samo.train.run_record import launch_record, run_record
+from samo.train.run_state import RunState
+from samo.train.saver import Saver
 from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
 
@@ -168,7 +169,7 @@ def _open_same_text(subject: Subject, run: RunDir) -> Text:
 def subject_of(config: Config, run: RunDir | None = None) -> Subject:
     """Return the model and data of a run; ``run`` is its folder if it resumes."""
     if isinstance(config, FinetuneConfig):
-        from samo.train.causal_lm import CausalLMSubject  # what samo train does not need
+        from samo.train.causal_lm_subject import CausalLMSubject  # what samo train does not need
 
         return CausalLMSubject(config, run)
     return GPTSubject(config)

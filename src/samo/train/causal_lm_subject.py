@@ -19,7 +19,7 @@ from samo.data.batches import Batch, Batches
 from samo.data.calibration import example_batches
 from samo.data.sources import open_data
 from samo.errors import ConfigError, MaskError, RunError
-from samo.integrations import causal_lm, folder_files, hugging_face
+from samo.integrations import causal_lm, checked_loading, folder_files
 from samo.integrations.chunk_loss import Distillation, chunk_loss_, deferred_logits
 from samo.integrations.export import export
 from samo.integrations.model_folders import (
@@ -87,7 +87,7 @@ class CausalLMSubject(Subject):
 
     def open_text(self, out: Path) -> Text:
         """Open the data, with the tokenizer of the model; steps and context follow from both."""
-        about = hugging_face.text_config(self._folder)
+        about = checked_loading.text_config(self._folder)
         data, longest = self.config.data, causal_lm.context_of(about)
         context = self.config.model.context
         if context == AUTO:
