@@ -131,7 +131,7 @@ def sample(model: nn.Module, prompt_T: Tensor, how: Sampling, **options: Any) ->
         settings.temperature = settings.top_p = settings.top_k = None
     if settings.pad_token_id is None:  # nothing is padded, but transformers warns without one
         ends = settings.eos_token_id
-        settings.pad_token_id = ends[0] if isinstance(ends, list) else ends
+        settings.pad_token_id = next(iter(ends), None) if isinstance(ends, list) else ends
     device = next(model.parameters()).device
     prompt_1T = prompt_T[None].to(device)
     was_training = model.training
