@@ -25,8 +25,6 @@ from benchmarks.measure import held_bytes
 from samo.bench.contenders import SETTINGS, Contender, Samo
 from samo.mask.masks import Masks
 
-__all__ = ["CONTENDERS"]
-
 
 class UnavailableError(Exception):
     """A contender that cannot take part here; its message goes into the row."""

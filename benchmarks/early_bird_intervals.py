@@ -20,8 +20,6 @@ from samo.train.config import DataConfig, OptimConfig, PruneConfig, RunConfig, T
 from samo.train.rules import first_observation
 from samo.train.trainer import train
 
-__all__ = []
-
 QUEUE = 5
 INTERVALS = (1, 2, 5)
 """In looks."""

@@ -22,8 +22,6 @@ from samo.models.shapes import SHAPES, GPTConfig
 from samo.pruning.early_bird import Distance, Settling, distance_of
 from samo.pruning.prune import prune
 
-__all__ = []
-
 EVERY, QUEUE, THRESHOLD = 25, 5, 0.1
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 DISTANCES: tuple[Distance, ...] = ("hamming", "kept")

@@ -24,8 +24,6 @@ from benchmarks.drawing import (
 from benchmarks.measure import Row, read_lines
 from samo.utils.formatting import percent, three_digits
 
-__all__ = ["kernels_figure", "step_figure"]
-
 _WIDTH: Final = 880
 _ORDER: Final = ("compress", "expand", "update, exact", "update, lean", "update, dense")
 

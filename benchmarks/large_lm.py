@@ -35,8 +35,6 @@ from samo.integrations.causal_lm import checkpoint_blocks, freeze_embeddings_
 from samo.mask.prunable import dense_parameters, prunable
 from samo.planner.public_models import PUBLIC
 
-__all__ = []
-
 COLUMNS = ["contender", "tokens_per_s", "step_ms", "allocated_gb", "peak_gb", "loss", "error"]
 
 

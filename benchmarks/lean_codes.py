@@ -18,8 +18,6 @@ from torch import Tensor
 
 from samo.kernels import lean
 
-__all__ = []
-
 GROUPS, KEPT = 75, 102
 
 Curve = Callable[[Tensor], Tensor]

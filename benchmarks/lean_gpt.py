@@ -17,8 +17,6 @@ from torch import Tensor
 import samo
 from samo.models.gpt import GPT, GPTConfig
 
-__all__ = []
-
 LENGTH, BATCH, LR = 64, 12, 3e-3
 
 

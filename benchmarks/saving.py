@@ -26,8 +26,6 @@ from samo.checkpoint.tensors import SavedTensors
 from samo.models.gpt import GPT, GPTConfig
 from samo.models.shapes import SHAPES
 
-__all__ = []
-
 DENSE_BYTES = 12
 """Of a checkpoint with fp32 weights and two moments, for each parameter."""
 

@@ -24,8 +24,6 @@ from samo.bench.rows import Results, Row, Save, Table, between, markdown, reason
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.utils.formatting import count, percent, three_digits
 
-__all__ = []
-
 NOTES: Final = (
     "A square weight of so many rows times so many tokens, in turns, with the cache flushed before each. "
     "Activations lie as each library likes best; laying them out is not timed.",

@@ -15,8 +15,6 @@ from samo.bench.contenders import CONTENDERS
 from samo.bench.settings import StepConfig
 from samo.cli.main import main as samo_main
 
-__all__ = ["command", "main"]
-
 
 def command(config: StepConfig) -> str:
     """Return the command with these settings, without defaults.

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 import samo
 
-__all__ = []
-
 TEXT = {
     "vocab_size": 48,
     "hidden_size": 16,

@@ -26,8 +26,6 @@ from benchmarks.measure import Row, arguments, show, write_rows
 from samo.checkpoint import verify
 from samo.train.run_dir import RunDir
 
-__all__ = ["main"]
-
 RANKS: Final = 4
 LAYOUTS: Final = {"4 replicas": (1, 4), "2 stages x 2 replicas": (2, 2)}
 """Stages and replicas."""

@@ -33,8 +33,6 @@ from samo.train.config_io import read_toml
 from samo.train.trainer import resume, train
 from samo.utils import safetensors_io
 
-__all__ = ["CASES", "Case", "build", "open_cache", "seal"]
-
 TEXT: Final = "the model keeps one weight of ten, and sends it to the others\n" * 60
 
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from benchmarks.faults.cases import Case, seal
 
-__all__ = ["damage"]
-
 HOSTILE: Final[list[Any]] = [
     *(None, True, False, 0, -1, 1, 0.5, -0.5, 1e308, math.nan, math.inf, 2**31, 2**63, 2**70),
     *(10**400, "", "x", "../../outside/victim", "/etc/passwd", "\x1b[2J", "\ud800", "9" * 5000),

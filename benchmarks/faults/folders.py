@@ -19,8 +19,6 @@ from samo.train.finetune_config import (
 )
 from samo.train.trainer import train
 
-__all__ = ["FOLDERS", "build"]
-
 TEMPLATE: Final = (
     "{% for m in messages %}<u>{{ m.role }} {{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<u>assistant {% endif %}"

@@ -29,8 +29,6 @@ from benchmarks.measure import Row, arguments, show, write_rows
 from samo.checkpoint import read_manifest, verify
 from samo.errors import CheckpointError, SamoError
 
-__all__ = ["main"]
-
 STEPS: Final = 80
 CASES: Final = {
     "magnitude": "train notes.txt --dense-steps 12",

@@ -30,8 +30,6 @@ from benchmarks.faults.damage import damage
 from benchmarks.measure import Row, arguments, show, write_rows
 from samo.errors import SamoError
 
-__all__ = ["main"]
-
 CASES: Final = FILES | folders.FOLDERS
 LIMIT_S: Final = 60.0
 """On a busy machine; a load takes hundredths of a second."""

@@ -16,8 +16,6 @@ from benchmarks.measure import Row, arguments, show, write_rows
 from samo.data.standard_library import write_library_text
 from samo.utils.environment import hardware
 
-__all__ = ["main"]
-
 LAYOUTS: Final[tuple[tuple[int, int], ...]] = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 MODELS: Final = {
     "cuda": "--num-layers 8 --width 512 --num-heads 8 --context 256 --batch-size 16 --lr 1e-3".split(),  # noqa: SIM905

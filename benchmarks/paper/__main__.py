@@ -6,8 +6,6 @@ from pathlib import Path
 from benchmarks.paper import clusters, figures
 from benchmarks.paper.tables import TABLES
 
-__all__ = ["with_tables"]
-
 
 def with_tables(text: str) -> str:
     """Return a page with the table of each name between its markers."""

@@ -17,8 +17,6 @@ from samo.planner.memory import Job, Layout
 from samo.planner.network import gpt
 from samo.planner.search import evaluate
 
-__all__ = ["CONTEXT", "SCHEMES", "answers", "fastest", "save"]
-
 Row = dict[str, Any]
 
 ROWS: Final = Path(__file__).parent / "results" / "clusters.jsonl"

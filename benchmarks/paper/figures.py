@@ -16,8 +16,6 @@ from benchmarks.paper.clusters import CONTEXT, answers
 from benchmarks.paper.published import read
 from benchmarks.paper.summit import MODELS, NODE, PARTS, calibrate
 
-__all__ = ["FIGURES"]
-
 _RESULTS: Final = Path(__file__).parents[1] / "results"
 _WIDTH: Final = 980
 _SCHEMES: Final = {

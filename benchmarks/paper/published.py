@@ -4,8 +4,6 @@ import csv
 from pathlib import Path
 from typing import Final
 
-__all__ = ["read", "source"]
-
 _DATA: Final = Path(__file__).parent / "data"
 
 Row = dict[str, str | float | None]

@@ -17,8 +17,6 @@ from benchmarks.paper.summit import (
     select,
 )  # fmt: skip
 
-__all__ = ["TABLES", "compare"]
-
 _OWN: Final = ("resident", "streamed", "streamed, lean")
 
 

@@ -21,8 +21,6 @@ from benchmarks.pipeline.contenders import BASELINE, Contender, build
 from benchmarks.pipeline.passes import FORWARD_MS, SleepyLayer
 from benchmarks.ranks import run as run_ranks
 
-__all__ = ["CASES", "Case", "main", "run", "table"]
-
 STAGES: Final = 4
 WARM_UP: Final = 2
 """Steps that are not timed: links are made, torch finds shapes."""

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import samo
 from benchmarks.pipeline.passes import SleepyLayer
 
-__all__ = ["BASELINE", "Contender", "DeepSpeed", "Samo", "Torch", "build"]
-
 BASELINE: Final = "torch Schedule1F1B"
 SAME: Final[dict[str, Any]] = {
     BASELINE: 0,

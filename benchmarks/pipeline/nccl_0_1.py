@@ -17,8 +17,6 @@ from benchmarks.pipeline.nccl_model import Agent, Device, Event, agent
 from samo.pipeline.transport.tcp import Transport
 from samo.pipeline.transport.wire import Layout, Packet
 
-__all__ = ["NcclTransport01"]
-
 
 class NcclTransport01(Transport):
     """The links of one rank."""

@@ -30,8 +30,6 @@ from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport import nccl
 from samo.pipeline.transport.wire import HEADER_BYTES, Packet, decode, encode, pack
 
-__all__ = ["Case", "NcclOnTheModel", "try_timing"]
-
 POOL: Final = 32
 """Streams that torch creates on a device before it gives out the first one again."""
 

@@ -22,8 +22,6 @@ from benchmarks.measure import Row, arguments, show, spread, write_rows
 from samo.distributed import store
 from samo.pipeline.transport import connect
 
-__all__ = ["count_connections", "main", "time_steps"]
-
 COUNTS: Final = (1, 4, 32)
 PROGRAM: Final = """
 import json, sys, time, torch, samo, torch.distributed as dist

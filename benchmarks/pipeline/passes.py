@@ -7,8 +7,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FORWARD_MS", "SleepyLayer"]
-
 FORWARD_MS: Final = 7.5
 """Mean time of a forward pass; a backward pass takes twice as long."""
 

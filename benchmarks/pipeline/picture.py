@@ -6,8 +6,6 @@ from typing import Final
 from benchmarks.drawing import LIGHT, drawing, new_figure, place, to_png
 from samo.pipeline.timeline import Timeline
 
-__all__ = ["draw"]
-
 _WIDTH: Final = 960
 _BAND: Final = 26
 _COLOURS: Final = {"forward": LIGHT["run5"], "backward": LIGHT["run0"]}

@@ -16,8 +16,6 @@ from samo.pipeline.engine import Action, Engine
 from samo.pipeline.timeline import Pass
 from samo.planner.simulator import Duration, simulate
 
-__all__ = ["main"]
-
 STAGES: Final = 4
 SEEDS: Final = 40
 

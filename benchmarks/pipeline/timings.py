@@ -16,9 +16,6 @@ from benchmarks.measure import Row, arguments, show, write_rows
 from benchmarks.pipeline.nccl_0_1 import NcclTransport01
 from benchmarks.pipeline.nccl_model import Case, NcclOnTheModel, try_timing
 
-__all__ = ["TRANSPORTS", "main", "run"]
-
-
 TRANSPORTS: Final[dict[str, Callable[..., Any]]] = {
     "samo": NcclOnTheModel,
     "samo 0.1": NcclTransport01,

@@ -31,8 +31,6 @@ from samo.planner.hardware import HARDWARE, Cluster
 from samo.planner.memory import Job, Layout, peak
 from samo.planner.network import gpt
 
-__all__ = ["h200_rows", "h200_table", "has_streamed_copies", "main", "predict_row"]
-
 RESULTS: Final = Path(__file__).parents[1] / "results"
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "dense": {"scheme": "dense"},

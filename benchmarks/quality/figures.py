@@ -16,8 +16,6 @@ from benchmarks.drawing import (
 )
 from samo.report.figures import spread
 
-__all__ = ["Curve", "Figure", "curves_figure", "dots_figure"]
-
 _WIDTH: Final = 880
 
 

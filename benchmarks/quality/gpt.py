@@ -24,9 +24,6 @@ from benchmarks.quality.gpt_run import QUICK, Run, Settings, matching_shape
 from benchmarks.quality.text import LEAST_BYTES, find_text, order
 from samo.errors import SamoError
 
-__all__ = ["CONTENDERS", "main", "train"]
-
-
 # The contenders
 
 

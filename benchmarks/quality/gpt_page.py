@@ -13,8 +13,6 @@ from samo.bench.rows import Table, markdown
 from samo.utils import atomic_io
 from samo.utils.formatting import NOTHING, count, duration, size
 
-__all__ = ["write"]
-
 _HEAD: Final = (
     "contender",
     "learning rate",

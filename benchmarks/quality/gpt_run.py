@@ -18,8 +18,6 @@ from samo.models.gpt import GPT, GPTConfig
 from samo.train.config import OptimConfig
 from samo.train.learning_rate import learning_rate
 
-__all__ = ["QUICK", "Run", "Settings", "matching_shape"]
-
 DENSE_BYTES: Final = 16
 """Of each parameter of a dense GPT: fp32 weight, gradient and two moments, as torch's AdamW has them."""
 WEIGHT_DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0

@@ -10,8 +10,6 @@ from typing import Final
 from benchmarks.measure import Row
 from benchmarks.quality.runs import Job
 
-__all__ = ["USUAL", "best", "best_rows", "plan"]
-
 USUAL: Final = (3e-4, 1e-3, 3e-3, 1e-2)
 """About half a power of ten apart."""
 

@@ -6,8 +6,6 @@ from typing import Final, NamedTuple
 
 from benchmarks.measure import Row
 
-__all__ = ["Spread", "against", "by_contender", "of"]
-
 _STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom."""
 

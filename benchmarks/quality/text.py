@@ -21,8 +21,6 @@ from torch import Tensor
 
 from samo.errors import DataError
 
-__all__ = ["LEAST_BYTES", "MOST_PASSES", "Text", "even", "find_text", "order", "windows"]
-
 LEAST_BYTES: Final = 10_000_000
 MOST_PASSES: Final = 4
 _HELD_BACK: Final = 20  # one file of so many, or so many-th part of each file if there are few

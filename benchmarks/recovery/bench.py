@@ -36,8 +36,6 @@ from samo.integrations.chunk_loss import Distillation, deferred_logits
 from samo.integrations.model_folders import open_model
 from samo.pruning.prune import prune
 
-__all__ = []
-
 CONTENDERS = ("dense", "unpruned", "samo", "distilled", "lora")
 COLUMNS = ["method", "sparsity", "contender", "tokens", "lr", "pruned_ppl", "ppl", "tokens_per_s"]
 COLUMNS += ["state_bytes", "peak_bytes"]

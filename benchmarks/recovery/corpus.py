@@ -43,8 +43,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = []
-
 DOC = "usr/share/doc"
 GREATEST = 9_000_000  # bytes of text kept of one source
 COMMON = "the of to and a in is that for it with as be are this by on or not"

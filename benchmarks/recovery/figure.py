@@ -21,8 +21,6 @@ from benchmarks.drawing import (
 )
 from benchmarks.measure import Row, read_lines
 
-__all__ = []
-
 STYLES = {"pruned": "o:", "samo": "o-", "distilled": "s--", "lora": "^-."}
 """Marker and line of each contender."""
 LONGER = {"samo": "D-", "distilled": "P--", "lora": "v-."}

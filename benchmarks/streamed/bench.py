@@ -19,8 +19,6 @@ from benchmarks.streamed.lines import LINES
 from benchmarks.streamed.page import tables
 from samo.bench.settings import StepConfig
 
-__all__ = ["run_line"]
-
 
 def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
     """Measure one line in a process of its own and return its rows."""

@@ -9,8 +9,6 @@ from matplotlib.axes import Axes
 from benchmarks.drawing import LIGHT, Figure, drawing, new_figure, place, to_png, to_svg
 from samo.utils.formatting import count, percent
 
-__all__ = ["frontier_figure"]
-
 _WIDTH: Final = 880
 _HEIGHT: Final = 520
 _TICKS: Final = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150)

@@ -5,8 +5,6 @@ from typing import Final, NamedTuple
 
 from samo.bench.settings import StepConfig
 
-__all__ = ["LINES", "Line"]
-
 
 class Line(NamedTuple):
     """A call of ``benchmarks.step``."""

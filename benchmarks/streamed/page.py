@@ -19,8 +19,6 @@ from samo.bench import step
 from samo.bench.rows import Row as BenchRow, failures, markdown
 from samo.utils import atomic_io
 
-__all__ = ["merge", "tables", "write"]
-
 
 def merge(files: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the rows of several files in the order of the lines, the last of each contender."""

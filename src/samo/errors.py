@@ -8,17 +8,6 @@ import difflib
 import re
 from collections.abc import Iterable
 
-__all__ = [
-    "CheckpointError",
-    "CompressionError",
-    "ConfigError",
-    "DataError",
-    "MaskError",
-    "PeerError",
-    "RunError",
-    "SamoError",
-]
-
 
 class SamoError(Exception):
     """Base of all errors that samo defines.

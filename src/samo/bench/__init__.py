@@ -5,5 +5,3 @@ step         a training step in time and memory, beside dense and masked dense t
 
 ``contenders`` has the ways to train that are compared, ``timing`` the clock, ``rows`` the results.
 """
-
-__all__ = []

@@ -26,8 +26,6 @@ from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 
-__all__ = ["CONTENDERS", "Contender"]
-
 SETTINGS: Final[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """Of every contender's AdamW."""
 

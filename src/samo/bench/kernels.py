@@ -22,8 +22,6 @@ from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.utils.formatting import percent, three_digits
 
-__all__ = []
-
 _DENSE: Final = "update, dense"
 _LR: Final = 1e-4
 

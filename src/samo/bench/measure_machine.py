@@ -26,8 +26,6 @@ from samo.planner.network import gpt
 from samo.utils.environment import hardware as describe
 from samo.utils.formatting import counted, size, three_digits
 
-__all__ = ["Machine", "measure"]
-
 _KERNELS: Final = {
     "expand": "expand",
     "compress": "compress, to fp32",

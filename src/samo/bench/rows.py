@@ -23,8 +23,6 @@ from samo.utils import atomic_io
 from samo.utils.environment import hardware, versions
 from samo.utils.formatting import NOTHING, size, three_digits
 
-__all__ = ["Row"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

@@ -8,8 +8,6 @@ from tyro.conf import arg
 from samo.models.shapes import ShapeName
 from samo.train.config import Auto, Count, Names, OptionalPath, Range, Share
 
-__all__ = ["BenchConfig", "KernelsConfig", "StepConfig"]
-
 Compile = Literal["none", "blocks", "model", "graphs"]
 Power = Annotated[int, Range(10, 35, "a power of 2")]
 

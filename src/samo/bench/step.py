@@ -30,8 +30,6 @@ from samo.pruning.prune import prune
 from samo.utils.environment import hardware
 from samo.utils.formatting import count, three_digits
 
-__all__ = []
-
 _WARM_UP: Final = 3
 _GRAPHS_WARM_UP: Final = 5
 """The first step compiles, the second records, and the third may find gradients elsewhere."""

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = []
-
 _CPU: Final = torch.device("cpu")
 
 

@@ -33,8 +33,6 @@ from samo.checkpoint.manifest import (
 from samo.errors import CheckpointError
 from samo.utils import atomic_io, untrusted
 
-__all__ = ["copy", "remove", "verify"]
-
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
     """Compare every byte of a checkpoint with its checksums, and return its manifest."""

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = []
-
 _MAX_DEPTH: Final = 100
 _NONFINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

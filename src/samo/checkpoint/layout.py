@@ -17,8 +17,6 @@ from samo.errors import CheckpointError
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
 
-__all__ = []
-
 
 class Layout(NamedTuple):
     """A model, or this rank's stage of one, and its place among the ranks."""

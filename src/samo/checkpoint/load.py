@@ -26,8 +26,6 @@ from samo.models.shapes import GPTConfig
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
 
-__all__ = ["load", "load_masks"]
-
 
 @torch.inference_mode(False)
 @torch.no_grad()

@@ -25,8 +25,6 @@ from samo.checkpoint import json_values
 from samo.errors import CheckpointError
 from samo.utils import untrusted
 
-__all__ = ["Manifest", "read_manifest"]
-
 NAME: Final = "manifest.json"
 FORMAT: Final = "samo-checkpoint"
 VERSION: Final = 3

@@ -16,8 +16,6 @@ from samo.core.weight import Weight
 from samo.errors import CheckpointError, nearest
 from samo.mask.mask import Mask
 
-__all__ = []
-
 
 class Entry(NamedTuple):
     """A parameter or a persistent buffer; of the values of a compressed weight, also the weight."""

@@ -32,8 +32,6 @@ from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 from samo.utils.validation import finite_number
 
-__all__ = []
-
 _SHAPED: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 )

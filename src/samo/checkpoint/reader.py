@@ -12,8 +12,6 @@ from samo.errors import CheckpointError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 
-__all__ = []
-
 
 class Checkpoint:
     """Manifest, masks and tensors of a checkpoint."""

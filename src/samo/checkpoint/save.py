@@ -32,8 +32,6 @@ from samo.utils import atomic_io
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
 
-__all__ = ["async_save", "save"]
-
 
 def save(
     path: str | os.PathLike[str],

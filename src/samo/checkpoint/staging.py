@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = []
-
 Result = TypeVar("Result")
 Tensors = dict[str, dict[str, Tensor]]
 

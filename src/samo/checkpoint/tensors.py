@@ -25,8 +25,6 @@ from samo.core.shards import local_of
 from samo.errors import CheckpointError
 from samo.utils import atomic_io, safetensors_io, untrusted
 
-__all__ = []
-
 _CHUNK_BYTES: Final = 2**24
 
 

@@ -1,3 +1,1 @@
 """The command line of samo: `samo.cli.main` parses, each command has a module of its name."""
-
-__all__ = []

@@ -19,8 +19,6 @@ from samo.train.resolve import device_and_dtype
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 
-__all__ = []
-
 
 def run(command: Bench) -> int:
     """Measure, and print the results."""

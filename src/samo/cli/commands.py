@@ -24,8 +24,6 @@ from samo.train.config import (
 )
 from samo.train.finetune_config import FinetuneConfig
 
-__all__ = []
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:

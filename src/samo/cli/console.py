@@ -18,8 +18,6 @@ from samo.report.runs import Run
 from samo.train.rank_group import is_out_of_memory
 from samo.utils.formatting import count, percent, plain, shortened
 
-__all__ = []
-
 _NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
 

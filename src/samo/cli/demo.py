@@ -23,8 +23,6 @@ from samo.train.run_dir import check_free, free_dir
 from samo.train.trainer import Result, train
 from samo.utils.formatting import duration
 
-__all__ = []
-
 STEPS: Final = 600
 DENSE_STEPS: Final = 200
 TITLES: Final[dict[Mode, str]] = {"samo": "samo", "dense": "dense, not pruned"}

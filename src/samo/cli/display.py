@@ -13,8 +13,6 @@ from samo.train import events
 from samo.train.events import Event
 from samo.utils.formatting import counted, duration, loss, perplexity, size
 
-__all__ = []
-
 _SECONDS_BETWEEN_LINES: Final = 5.0
 
 

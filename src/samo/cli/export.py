@@ -21,8 +21,6 @@ from samo.train.launch_env import prune_command
 from samo.train.resolve import DTYPES
 from samo.utils.formatting import counted, percent, size
 
-__all__ = []
-
 
 def run(command: Export) -> int:
     """Write the folder, and say what is in it."""

@@ -19,8 +19,6 @@ from samo.models.generate import Sampling
 from samo.train.resolve import device_and_dtype
 from samo.utils.formatting import counted, duration, plain, three_digits
 
-__all__ = []
-
 _MAX_BYTES: Final = 2**24
 """Longest prompt read from a pipe."""
 

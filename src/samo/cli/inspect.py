@@ -30,8 +30,6 @@ from samo.train.launch_env import prune_command
 from samo.utils.environment import hardware, versions
 from samo.utils.formatting import count, counted, duration, loss, percent, size
 
-__all__ = []
-
 Facts = dict[str, Any]
 """What is shown, by name; a tuple of text and JSON value where they differ."""
 

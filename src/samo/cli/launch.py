@@ -28,8 +28,6 @@ from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
 from samo.train.resolve import resolve
 
-__all__ = []
-
 _BACKEND: Final = "samo-local"
 
 

@@ -26,8 +26,6 @@ from samo.train.launch_env import end_with_launcher
 from samo.train.rules import check_ranges
 from samo.utils.formatting import plain
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 success, 1 failure, 2 wrong usage.

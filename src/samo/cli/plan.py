@@ -10,8 +10,6 @@ from samo.models.shapes import GPTConfig
 from samo.planner.answer import plan
 from samo.planner.network import Network, gpt
 
-__all__ = []
-
 _NOTHING_FITS = 3
 
 

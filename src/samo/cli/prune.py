@@ -33,8 +33,6 @@ from samo.train.resolve import device_and_dtype, resolve_sparsity
 from samo.train.rules import pruning
 from samo.utils.formatting import counted, duration
 
-__all__ = []
-
 _MASK_FILE: Final = ".safetensors"
 _MAX_CONTEXT: Final = 2048
 _SECONDS_BETWEEN_LINES: Final = 5.0

@@ -7,8 +7,6 @@ from pathlib import Path
 from samo.cli.commands import Report
 from samo.report.page import write_report
 
-__all__ = []
-
 
 def run(command: Report) -> int:
     """Write the page, by default into the folder that the runs share, and print its path."""

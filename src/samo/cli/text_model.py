@@ -17,8 +17,6 @@ from samo.models.gpt import GPT
 from samo.train.config import TrainConfig
 from samo.train.run_dir import RunDir
 
-__all__ = []
-
 
 class RunText:
     """A GPT of ``samo train`` and the tokenizer of its run."""

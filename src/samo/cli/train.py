@@ -23,8 +23,6 @@ from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss
 
-__all__ = []
-
 
 def run(command: Train | Finetune) -> int:
     """Train, or resume a run."""

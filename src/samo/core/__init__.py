@@ -19,5 +19,3 @@ Training
     shards.py       parameters that FSDP2 has sharded
     rank_checks.py  replicas and shards must have the same masks
 """
-
-__all__ = []

@@ -22,8 +22,6 @@ from samo.kernels.reference import ages_at
 from samo.kernels.rounding import master_dtype, remainder_dtype
 from samo.utils.validation import finite_number
 
-__all__ = ["AdamW"]
-
 _update: Final[Callable[..., AdamWUpdate]] = partial(tuple.__new__, AdamWUpdate)
 """`AdamWUpdate` without the cost of its constructor, a third of the time spent on a parameter."""
 

@@ -32,8 +32,6 @@ from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
 from samo.utils.validation import check_model
 
-__all__ = ["compress_", "decompress_", "dense_state_dict", "masks"]
-
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _OPTIONS: Final[dict[str, tuple[Any, ...]]] = {

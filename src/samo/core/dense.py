@@ -23,8 +23,6 @@ from samo.mask.mask import Mask
 if TYPE_CHECKING:
     from samo.core.weight import Weight
 
-__all__ = []
-
 
 class Layout(NamedTuple):
     """Converts values to a dense tensor and back. Holds no reference to the `Weight`."""

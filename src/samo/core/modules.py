@@ -19,8 +19,6 @@ from samo.core.weight import Weight, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 
-__all__ = []
-
 WEIGHTS: Final = "_samo_weights"
 """Attribute that maps parameter names to weights."""
 

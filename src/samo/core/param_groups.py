@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from samo.core.modules import named_weights
 from samo.mask.prunable import matching
 
-__all__ = ["param_groups"]
-
 
 def param_groups(
     model: nn.Module,

@@ -18,8 +18,6 @@ from torch.autograd import forward_ad
 from samo.core.dense import Layout
 from samo.core.streamed import Expansion, implements
 
-__all__ = []
-
 
 class Product(torch.autograd.Function):
     """``operation(x, expand(values), bias)``, in the dtype of ``x``."""

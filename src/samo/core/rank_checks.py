@@ -14,8 +14,6 @@ from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.utils.collectives import all_gather_json
 
-__all__ = []
-
 _COMPARED: Final[weakref.WeakKeyDictionary[nn.Module, bool]] = weakref.WeakKeyDictionary()
 """DDP wrappers and FSDP2 models whose masks were compared; False if they were resized since."""
 

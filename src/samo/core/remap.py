@@ -29,8 +29,6 @@ from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.utils.validation import optimizers_of
 
-__all__ = ["remap_"]
-
 _INITIAL: Final = (
     (torch.optim.Rprop, "step_size", "lr"),
     (torch.optim.Adagrad, "sum", "initial_accumulator_value"),

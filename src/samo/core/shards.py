@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = []
-
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's shard, which may be empty, or a plain tensor unchanged."""

@@ -15,8 +15,6 @@ from torch.profiler import record_function
 from samo.core.weight import ORIGINS, RETIRED, Weight, weight_of, weight_replacing
 from samo.errors import CompressionError
 
-__all__ = []
-
 STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 """Optimizers that have made a step: their state must follow when masks change."""
 

@@ -30,8 +30,6 @@ from samo.errors import CompressionError
 if TYPE_CHECKING:
     from samo.core.weight import Weight
 
-__all__ = []
-
 HANDLERS: Final[dict[Any, Callable[..., Any]]] = {}
 """Replacements for functions of torch. A handler that returns None falls back to an expansion."""
 

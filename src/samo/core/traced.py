@@ -11,8 +11,6 @@ from samo.core.products import Operation, Product
 from samo.core.streamed import Expansion
 from samo.kernels.operators import compress, expand
 
-__all__ = []
-
 
 class TracedLayout(NamedTuple):
     """`samo.core.dense.Layout` in traceable operators.

@@ -47,8 +47,6 @@ from samo.core.streamed import (
 from samo.errors import CompressionError
 from samo.mask.mask import Mask
 
-__all__ = []
-
 # torch.compile specializes on the length of a parameter and would recompile equal blocks whose
 # masks keep different counts. This pattern marks those lengths dynamic. The rest stay static, which
 # is faster.

@@ -1,3 +1,1 @@
 """Training text: data files, tokenizers, token streams, and batches of them."""
-
-__all__ = []

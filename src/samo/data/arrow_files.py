@@ -13,8 +13,6 @@ from typing import Any, Final
 from samo.errors import DataError, first_words
 from samo.utils import untrusted
 
-__all__ = []
-
 _STATE: Final = "state.json"
 _MAX_STATE_BYTES: Final = 2**24
 _ROWS_AT_ONCE: Final = 64

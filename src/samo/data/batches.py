@@ -29,8 +29,6 @@ from samo.data.examples import Examples
 from samo.data.tokens import Tokens
 from samo.errors import DataError
 
-__all__ = ["IGNORE", "Batch", "Batches", "part_of", "validation_batches"]
-
 IGNORE: Final = -100
 """Target of padding and of tokens only to read, which torch's cross entropy ignores."""
 

@@ -13,8 +13,6 @@ from samo.data.files import check_readable, map_text, pieces
 from samo.data.sources import Data
 from samo.errors import DataError
 
-__all__ = []
-
 _TOKENS_PER_BATCH: Final = 2048
 _PIECE: Final = 2**16
 """Characters that are encoded at once. A tokenizer takes some 100 bytes of memory for each."""

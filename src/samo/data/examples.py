@@ -24,8 +24,6 @@ from samo.data.tokenizers import Tokenizer
 from samo.data.tokens import Tokens
 from samo.errors import DataError
 
-__all__ = ["ExampleTokenizer", "Examples", "open_examples"]
-
 END: Final = np.iinfo(np.int32).min
 """Follows each example in its file; the complement of no token."""
 

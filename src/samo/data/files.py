@@ -28,8 +28,6 @@ from samo.data.tokenizers import Tokenizer
 from samo.errors import DataError, nearest
 from samo.utils import atomic_io
 
-__all__ = []
-
 TOKEN_SUFFIXES: Final = (".npy", ".bin")
 
 _HEAD_BYTES: Final = 2**24

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["pack"]
-
 
 def pack(sizes: NDArray[Any], room: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of examples row by row, and where each row starts and the last ends.

@@ -16,8 +16,6 @@ from samo.data import arrow_files, files
 from samo.errors import DataError
 from samo.utils import untrusted
 
-__all__ = ["Chat", "Completion", "Example", "Text", "is_example_file", "read_examples"]
-
 COLUMNS: Final = ("text", "prompt", "completion", "messages", "tools")
 
 _MAX_LINE_BYTES: Final = 2**26

@@ -9,8 +9,6 @@ from samo.data.rows import is_example_file
 from samo.data.tokens import Tokens, open_tokens
 from samo.errors import DataError
 
-__all__ = ["Data", "open_data"]
-
 Data = Tokens | Examples
 """What `samo.data.batches` makes batches of."""
 

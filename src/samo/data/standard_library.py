@@ -7,8 +7,6 @@ from pathlib import Path
 from samo.errors import DataError
 from samo.utils import atomic_io
 
-__all__ = ["write_library_text"]
-
 
 def write_library_text(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write ``train.txt`` and, from every tenth source file, ``valid.txt``; return their paths."""

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from samo.errors import DataError, nearest
 
-__all__ = ["ByteTokenizer", "Tokenizer", "open_tokenizer"]
-
 MAX_VOCAB_SIZE: Final = 2**31
 _FILE: Final = "tokenizer.json"
 

@@ -14,8 +14,6 @@ from samo.data import files
 from samo.data.tokenizers import MAX_VOCAB_SIZE, ByteTokenizer, Tokenizer
 from samo.errors import DataError
 
-__all__ = ["Tokens", "open_tokens"]
-
 _READ_IN_FULL: Final = 2**26
 _NUM_BLOCKS: Final = 64
 _BLOCK_TOKENS: Final = 2**14

@@ -5,5 +5,3 @@ ranks     do something as one: what fails on any rank is raised on all
 store     keys that all ranks find, and answers that are not waited for
 watchdog  heartbeats: which rank failed, and an end for those that wait for it
 """
-
-__all__ = []

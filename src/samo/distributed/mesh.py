@@ -12,8 +12,6 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from samo.errors import ConfigError
 
-__all__ = ["mesh"]
-
 _logger: Final = logging.getLogger(__name__)
 
 

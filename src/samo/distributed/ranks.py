@@ -24,8 +24,6 @@ from samo.distributed.store import next_key, own_connection, ranks_store
 from samo.distributed.watchdog import listed
 from samo.errors import CheckpointError, ConfigError, DataError, PeerError, first_words
 
-__all__ = []
-
 LookAfter = Callable[[tuple[int, ...]], None]
 
 _LOOK_S: Final = 2.0

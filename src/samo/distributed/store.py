@@ -9,8 +9,6 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-__all__ = []
-
 Answer = TypeVar("Answer")
 
 _counts: Final[Counter[str]] = Counter()

@@ -25,8 +25,6 @@ from typing import Any, Final
 from samo.distributed.store import in_time, own_connection
 from samo.errors import PeerError, first_words
 
-__all__ = []
-
 HEARTBEAT_S: Final = 0.5
 """Seconds between heartbeats; a rank without one for three of them has failed."""
 PATIENCE_S: Final = 5.0

@@ -7,5 +7,3 @@
 - chunk_loss, causal_lm, model_tokenizer, assistant_mask: to train a causal language model
 - generation: to let it write; inspection: to count what a folder holds
 """
-
-__all__ = []

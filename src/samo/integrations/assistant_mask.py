@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from samo.data.rows import Chat
 from samo.errors import DataError, first_words
 
-__all__ = []
-
 _TAGS: Final = "{% generation %} and {% endgeneration %}"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

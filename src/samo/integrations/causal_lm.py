@@ -14,8 +14,6 @@ from samo.integrations import folder_files
 from samo.integrations.folder_files import GENERATION, QUANTIZATION
 from samo.models.generate import Sampling, check_logits
 
-__all__ = []
-
 
 def check_model(model: nn.Module) -> None:
     """Refuse a model that computes no loss."""

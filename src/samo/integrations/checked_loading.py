@@ -18,8 +18,6 @@ from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, GENERATION, METHOD, QUANTIZATION
 from samo.mask.masks import Masks
 
-__all__ = []
-
 _SAFE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 

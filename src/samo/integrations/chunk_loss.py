@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from samo.models.sum_in_chunks import MAX_LOGITS, sum_in_chunks
 
-__all__ = ["Distillation", "chunk_loss_", "deferred_logits"]
-
 _IS_DEFERRED: Final = "_samo_defers_logits"
 """Attribute of a head that is to return `Logits`; set during a forward pass with labels."""
 _PLAIN: Final = "ForCausalLMLoss"

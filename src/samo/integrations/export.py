@@ -28,8 +28,6 @@ from samo.mask.prunable import dense_parameters
 from samo.models.gpt import GPT
 from samo.utils import atomic_io
 
-__all__ = ["Format", "export"]
-
 Format = Literal["dense", "compressed", "bitmask"]
 
 

@@ -29,8 +29,6 @@ from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
 from samo.utils import safetensors_io, untrusted
 
-__all__ = []
-
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
 WEIGHTS: Final = "model.safetensors"

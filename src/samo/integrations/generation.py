@@ -12,8 +12,6 @@ from samo.integrations.causal_lm import context_of, sample
 from samo.integrations.model_tokenizer import open_tokenizer
 from samo.models.generate import Pieces, Sampling
 
-__all__ = []
-
 
 class HuggingFaceText:
     """A model of transformers and the tokenizer of its folder."""

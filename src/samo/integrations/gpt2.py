@@ -11,8 +11,6 @@ from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 
-__all__ = []
-
 _NAMES: Final = {
     "attention.qkv": "attn.c_attn",
     "attention.out": "attn.c_proj",

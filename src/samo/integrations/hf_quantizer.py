@@ -27,8 +27,6 @@ from samo.integrations import folder_files
 from samo.integrations.folder_files import METHOD, VERSION, Spec, check_specs, read_masks
 from samo.mask.masks import Masks
 
-__all__ = ["SamoConfig"]
-
 
 class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How to load a compressed folder: the ``quantization_config`` of its config.json.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = []
-
 _WAITED_FOR: Final = "transformers.modeling_utils"
 
 

@@ -15,8 +15,6 @@ from samo.mask.masks import MIN_SPARSITY, Masks
 from samo.memory.predict import Scheme, TensorSpec, predict
 from samo.utils.safetensors_io import DTYPES
 
-__all__ = ["FolderFacts", "TensorFacts", "inspect_folder"]
-
 _EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)[._]")
 _FLOATS: Final = [str(DTYPES[name]).removeprefix("torch.") for name in folder_files.FLOATS]
 

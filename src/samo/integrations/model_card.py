@@ -11,8 +11,6 @@ from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
 from samo.utils.formatting import count, percent, plain
 
-__all__ = []
-
 _LAYER_NUMBER: Final = re.compile(r"\.(\d+)\.")
 _WITHIN_LAYER: Final = re.compile(r"\.\d+\.(.*)")
 _FORMATS: Final = {

@@ -29,8 +29,6 @@ from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 
-__all__ = ["open_compressed", "open_masks", "open_model", "tokenizer_folder"]
-
 HUGGING_FACE: Final = "hugging-face"
 """Folder of a run of samo finetune with its model's configs and tokenizer."""
 

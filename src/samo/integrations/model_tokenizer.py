@@ -24,8 +24,6 @@ from samo.errors import DataError
 from samo.integrations.assistant_mask import ChatTemplate, learning
 from samo.integrations.folder_files import TOKENIZER_FILES, check_entries
 
-__all__ = ["ModelTokenizer"]
-
 _UNREADABLE: Final = "has a tokenizer that cannot be read"
 
 

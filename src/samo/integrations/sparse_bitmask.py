@@ -23,8 +23,6 @@ from samo.integrations import folder_files
 from samo.integrations.folder_files import INDEX, QUANTIZATION, WEIGHTS, Spec
 from samo.utils import atomic_io, safetensors_io
 
-__all__ = []
-
 METHOD: Final = "compressed-tensors"
 FORMAT: Final = "sparse-bitmask"
 _BITMASK: Final = ".bitmask"

@@ -11,8 +11,6 @@ from samo.kernels.protocol import AdamWUpdate
 from samo.kernels.rounding import master_dtype, remainder_dtype
 from samo.mask.mask import Mask
 
-__all__ = []
-
 EXPONENTS: Final = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,

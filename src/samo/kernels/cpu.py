@@ -27,8 +27,6 @@ from samo.mask.mask import Mask
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, so the reference is faster")
 
-__all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
-
 _BLOCKS_A_THREAD: Final = 16
 """Starting another thread costs about 5 us, the time of some 10 blocks."""
 

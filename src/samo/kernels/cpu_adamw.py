@@ -30,8 +30,6 @@ from samo.kernels.cpu_masks import (
 )
 from samo.kernels.lean import GROUP, LARGEST_ROOT, SMALLEST, UNPRUNED_GROUP
 
-__all__ = []
-
 PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, AGE, TABLE = range(7)
 DENSE, PAIRS, OFFSETS, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, KEPT, NUMEL = range(7, 14)
 """The columns of a row: addresses, and the entries of the parameter and of the dense weight."""

@@ -15,8 +15,6 @@ from numba.extending import intrinsic, overload
 
 from samo.mask import bitmap
 
-__all__ = []
-
 Kernel = Callable[..., Any]
 Array = np.ndarray[Any, Any]
 

@@ -8,8 +8,6 @@ import torch
 
 from samo.kernels.protocol import Kernels
 
-__all__ = ["PATHS", "Path", "choose"]
-
 Path = Literal["auto", "reference", "triton"]
 
 PATHS: Final = ("auto", "reference", "triton")

@@ -30,8 +30,6 @@ from torch import Tensor
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
-__all__ = []
-
 GROUP: Final = 1024
 UNPRUNED_GROUP: Final = 256
 """Entries of the dense tensor in a group, of a pruned and of an unpruned weight."""

@@ -17,8 +17,6 @@ from samo import kernels
 from samo.mask.bitmap import num_blocks, num_words as num_words_of
 from samo.mask.mask import Mask
 
-__all__ = []
-
 _STATIC_LAUNCH: Final = "static_launch_user_defined_triton_kernels"
 
 _SLOTS = 256

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from samo.mask.mask import Mask
 
-__all__ = ["AdamWSettings", "AdamWUpdate", "Kernels"]
-
 
 class AdamWUpdate(NamedTuple):
     """One parameter's part of an AdamW step."""

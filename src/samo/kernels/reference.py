@@ -27,8 +27,6 @@ from samo.kernels.rounding import join, split, to_correction
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
-__all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
-
 OLDEST: Final = 2**15 - 1
 """The largest age: this many updates or more."""
 

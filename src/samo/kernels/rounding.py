@@ -20,8 +20,6 @@ become weight 0x3F80 with a remainder of size 0x8000. The two differ only at exa
 import torch
 from torch import Tensor
 
-__all__ = []
-
 
 def remainder_dtype(dtype: torch.dtype, *, is_lean: bool = False) -> torch.dtype | None:
     """Return the type of remainders of ``dtype`` weights; None if they have none."""

@@ -25,8 +25,6 @@ from samo.kernels.triton_masks import (
 )
 from samo.mask import bitmap
 
-__all__ = []
-
 # Columns of a parameter's row in a table, all int64: addresses, 0 if missing; then entries, words
 # of the mask, and the first item in the list.
 PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, DENSE = map(tl.constexpr, range(6))

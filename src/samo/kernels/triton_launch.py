@@ -26,8 +26,6 @@ from samo.kernels.triton_tables import Table, Where, are_aligned, device_of
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
-__all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
-
 IS_INTERPRETED: Final = bool(triton_masks.IS_INTERPRETED)
 PART: Final = 1024
 UNITS: Final = 4

@@ -23,8 +23,6 @@ import triton.language as tl
 
 from samo.mask import bitmap
 
-__all__ = []
-
 # No annotations: Inductor copies constants of kernels into files that do not import `Final`.
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 BLOCK_BITS = tl.constexpr(bitmap.BLOCK_BITS)

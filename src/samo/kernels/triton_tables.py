@@ -23,8 +23,6 @@ from torch import Tensor
 
 from samo.kernels.protocol import AdamWUpdate
 
-__all__ = []
-
 Table = np.ndarray[Any, np.dtype[np.int64]]
 
 

@@ -1,3 +1,1 @@
 """Which weights are kept: bitmaps, masks of whole models, their files, and what can be pruned."""
-
-__all__ = []

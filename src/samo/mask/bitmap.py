@@ -18,8 +18,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = []
-
 WORD_BITS: Final = 32
 BLOCK_WORDS: Final = 64
 BLOCK_BITS: Final = WORD_BITS * BLOCK_WORDS

@@ -16,8 +16,6 @@ from torch import Tensor
 from samo.errors import MaskError
 from samo.mask import bitmap
 
-__all__ = ["Mask"]
-
 
 class Mask:
     """The kept entries of one tensor, one bit each. Immutable.

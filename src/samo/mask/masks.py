@@ -21,8 +21,6 @@ from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 from samo.utils import atomic_io, safetensors_io, untrusted
 from samo.utils.formatting import counted
 
-__all__ = ["Masks"]
-
 MIN_SPARSITY: Final = 0.05
 """Fraction of zeros from which on they count as pruned."""
 

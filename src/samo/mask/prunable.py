@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from samo.errors import nearest
 
-__all__ = ["prunable"]
-
 _CONVS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED: Final = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)

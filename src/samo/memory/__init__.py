@@ -1,3 +1,1 @@
 """The ledger: the bytes of model state, predicted and measured under the same names."""
-
-__all__ = []

@@ -21,8 +21,6 @@ from samo.core.weight import weight_of
 from samo.errors import CompressionError
 from samo.memory.predict import KINDS, Kind, TensorSpec, predict, total
 
-__all__ = ["Ledger", "ledger"]
-
 _LABELS: Final = {"dense": "dense weights", "ages": "ages of entries", "buckets": "DDP buckets"}
 _STATE_KINDS: Final[tuple[Kind, ...]] = ("moments", "corrections", "ages")
 _UNITS: Final = (("GB", 9), ("MB", 6), ("kB", 3))

@@ -25,8 +25,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = []
-
 Kind = Literal[
     "dense", "bitmap", "values", "gradients", "moments", "corrections", "ages", "buckets"
 ]

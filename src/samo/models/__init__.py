@@ -1,3 +1,1 @@
 """The small GPT that `samo train` trains, its published sizes, and generation."""
-
-__all__ = []

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from samo.errors import CheckpointError
 
-__all__ = ["Pieces", "Sampling", "check_logits", "stream"]
-
 _MAX_HELD: Final = 8
 """Most tokens held back for a character that is not complete; more are no text."""
 

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from samo.models.shapes import GPTConfig
 from samo.models.sum_in_chunks import sum_in_chunks
 
-__all__ = ["GPT", "GPTConfig", "draw_weights", "init_weights"]
-
 
 class GPT(nn.Module):
     """A decoder-only transformer with learned positions and pre-norm blocks, like GPT-2 and GPT-3.

@@ -7,8 +7,6 @@ a width of 2,048, and a width of 5,120, not 5,140.
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["GPTConfig", "Shape"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = []
-
 MAX_LOGITS: Final = 2**27  # that exist at once in a loss: 2 GB with their gradients
 
 

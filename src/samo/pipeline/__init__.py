@@ -6,5 +6,3 @@
 - runner: computes what the engine decides; peers: hears from other ranks, and names one that fails
 - transport: how packets travel
 """
-
-__all__ = []

@@ -11,8 +11,6 @@ up in the same order in every run, whatever the delays are.
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["Action", "Engine", "MessageKind", "Progress", "in_flight_limits"]
-
 MessageKind = Literal["activation", "gradient"]
 
 

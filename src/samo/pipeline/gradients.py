@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-__all__ = ["average_gradients", "partial_norm", "sync_found_inf"]
-
 _BUCKET_BYTES: Final = 2**20
 """Small gradients of one all-reduce; larger ones go alone, since gloo copies what it bundles."""
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from samo.pipeline.units import Cache, Call, Find, Layers, Unit
 
-__all__ = []
-
 FAMILIES: Final = (
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",

@@ -11,8 +11,6 @@ from samo.mask.masks import Masks
 from samo.pipeline.gradients import Wait
 from samo.utils.collectives import backend_of
 
-__all__ = ["MaskCheck", "digest"]
-
 _NONE: Final = -(2**62)
 
 

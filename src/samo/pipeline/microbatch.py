@@ -8,8 +8,6 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["cut", "loss_weights"]
-
 Tensors = Tensor | tuple[Tensor, ...]
 Reduction = Literal["mean", "sum"]
 IGNORE_INDEX: Final = -100

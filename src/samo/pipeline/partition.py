@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 
-__all__ = ["partition"]
-
 
 def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
     """Cut a sequence of layers into stages of one layer or more; exact, by dynamic programming.

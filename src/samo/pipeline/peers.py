@@ -20,8 +20,6 @@ from samo.pipeline.transport.connect import Meeting
 from samo.pipeline.transport.tcp import Transport
 from samo.pipeline.transport.wire import Packet
 
-__all__ = ["Peers"]
-
 _ABORT_S: Final = 2.0
 """Seconds to send an "abort", or to wait for one after a collective has failed."""
 _PATIENCE: Final = 3

@@ -34,8 +34,6 @@ from samo.pipeline.units import LayersLike
 from samo.utils.collectives import all_gather_json, backend_of
 from samo.utils.validation import whole_number
 
-__all__ = ["Pipeline"]
-
 _BROADCAST_BYTES: Final = 250 * 2**20  # DistributedDataParallel's
 
 

@@ -14,8 +14,6 @@ from samo.pipeline.peers import Peers
 from samo.pipeline.timeline import Event
 from samo.pipeline.transport.wire import Packet
 
-__all__ = ["Batch", "Runner"]
-
 
 @dataclass(frozen=True)
 class Batch:

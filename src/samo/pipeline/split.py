@@ -17,8 +17,6 @@ from samo.pipeline import hugging_face
 from samo.pipeline.partition import partition
 from samo.pipeline.units import Cache, Call, Find, Layers, LayersLike, Unit
 
-__all__ = ["parameter_costs", "take_apart"]
-
 
 def take_apart(model: LayersLike) -> Layers:
     """Return a model as a sequence of units; nothing is copied."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from samo.pipeline.units import Cache, Layers, Unit
 
-__all__ = ["Stage", "build_stage"]
-
 Source = Mapping[str, Tensor] | str | Path
 
 

@@ -13,8 +13,6 @@ from samo.pipeline.mask_check import MaskCheck
 from samo.pipeline.transport.connect import Meeting
 from samo.pipeline.units import Layers
 
-__all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
-
 
 class TiedWeight:
     """One weight on several ranks, whose gradients are added up after every batch.

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Event", "Timeline"]
-
 Pass = Literal["forward", "backward"]
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Layers", "LayersLike", "Unit"]
-
 LayersLike = nn.Module | Sequence[nn.Module | Callable[[], nn.Module]]
 Find = Callable[[str], nn.Module]
 Cache = dict[str, Any]

@@ -10,5 +10,3 @@
 `this_machine` alone imports torch. `samo.bench.measure_machine` times a machine and writes a
 hardware file.
 """
-
-__all__ = []

@@ -12,8 +12,6 @@ from samo.planner.network import ENDS, PRUNED
 from samo.planner.search import layouts
 from samo.utils.formatting import size
 
-__all__ = []
-
 SEQUENCES: Final = 8
 """Of a step, for each GPU, unless a batch is given."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from samo.mask.masks import Masks
 
-__all__ = ["Plan", "plan"]
-
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _ASSUMED: Final = "assumed"
 _SPARSITY: Final = 0.9  # of a GPT that is trained from scratch, unless one is given or read

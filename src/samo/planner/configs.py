@@ -16,8 +16,6 @@ from samo.models.shapes import GPTConfig
 from samo.planner.network import Layer, Matrix, Network, gpt
 from samo.utils import untrusted
 
-__all__ = ["FAMILIES", "from_config", "from_module", "read_config"]
-
 _MAX_BYTES: Final = 2**24
 
 _MOST: Final = 2**24

@@ -26,8 +26,6 @@ from samo.planner.hardware import Cluster, Hardware
 from samo.planner.memory import Job, Layout, Stage, num_values, stage_state, stages, streamed_share
 from samo.planner.network import Layer
 
-__all__ = ["StepTime", "all_gather_s", "all_reduce_s", "pipeline_s", "stage_times", "step_time"]
-
 ATTENTION: Final = 2.0
 """Time of an attention's FLOP over that of a product's: assumed."""
 _LOSS_FORWARD: Final = 16

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from samo.errors import ConfigError, nearest
 
-__all__ = ["HARDWARE", "Cluster", "Hardware", "Link", "find_hardware", "match_hardware"]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -24,8 +24,6 @@ from samo.pipeline.partition import partition
 from samo.planner.network import Layer, Matrix, Network
 from samo.utils.formatting import size
 
-__all__ = ["Job", "Layout", "Memory", "peak", "stages"]
-
 SCHEMES: Final[dict[Scheme, str]] = {
     "samo": "samo",
     "paper": "SAMO paper",

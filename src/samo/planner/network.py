@@ -7,8 +7,6 @@ from typing import Any, Final, Literal, get_args
 from samo.errors import ConfigError
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
 
-__all__ = ["Layer", "Matrix", "Network", "gpt", "named"]
-
 Kind = Literal["attention", "mlp", "experts", "router", "embedding", "head"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 ENDS: Final[tuple[Kind, ...]] = ("embedding", "head")

@@ -5,8 +5,6 @@ Parameters are checked against the model cards in tests. No weights, and nothing
 
 from typing import Any, Final
 
-__all__ = ["PUBLIC"]
-
 
 def _model(family: str, layers: int, width: int, heads: int, kv_heads: int, inner: int, vocab: int,
            context: int, **more: Any) -> dict[str, Any]:  # fmt: skip

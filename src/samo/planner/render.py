@@ -11,8 +11,6 @@ from samo.utils.formatting import count, counted, percent, size, three_digits
 if TYPE_CHECKING:
     from samo.planner.answer import Plan
 
-__all__ = ["text"]
-
 _BYTES: Final = {
     "values": ("values", "bitmap"),
     "grads": ("gradients",),

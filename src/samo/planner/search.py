@@ -18,8 +18,6 @@ from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout, Memory, peak
 from samo.utils.formatting import size
 
-__all__ = ["Option", "choose", "dense_phase", "evaluate", "layouts", "ranked", "search"]
-
 _ROUND: Final = 10**8
 """A budget is a multiple of this many bytes."""
 _COMFORTABLE: Final = 0.9

@@ -16,8 +16,6 @@ from samo.planner.cost import link_s, message_bytes, stage_times
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 
-__all__ = ["simulate", "simulate_step"]
-
 Duration = Callable[[int, Pass, int], float]
 Delay = Callable[[int, int], float]
 Message = tuple[MessageKind, int]

@@ -21,8 +21,6 @@ from samo.utils import untrusted
 if TYPE_CHECKING:
     from samo.mask.masks import Masks
 
-__all__ = ["pruned_as_read", "pruned_by_masks"]
-
 # Written by packages that load torch, so the names are repeated here; tests write real folders.
 _MASKS: Final = "masks.safetensors"
 _BITMAPS: Final = (("_bitmap", "", 32), (".bitmask", ".compressed", 0))

@@ -11,8 +11,6 @@ from samo.planner.search import dense_phase
 if TYPE_CHECKING:
     from samo.planner.answer import Plan
 
-__all__ = ["command"]
-
 _PATTERNS: Final[dict[Kind, str]] = {
     "attention": "*att*",
     "mlp": "*mlp*",

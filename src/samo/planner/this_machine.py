@@ -8,8 +8,6 @@ import torch
 from samo.planner.hardware import Cluster, Hardware, Link, match_hardware
 from samo.utils.environment import hardware
 
-__all__ = ["this_cluster", "this_hardware"]
-
 _PROCESS_BYTES = 0.5e9
 """Memory of a process with torch, on a CPU: assumed."""
 

@@ -9,5 +9,3 @@ early_bird     once the mask of a dense model in training stabilizes
 mask_schedules while a compressed model trains: gradual pruning, SET, RigL
 growth         which entries those drop and grow
 """
-
-__all__ = []

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-__all__ = []
-
 Batch = Tensor | Mapping[str, Any]
 """Tokens (B x T), or named inputs of the model."""
 

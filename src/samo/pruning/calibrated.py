@@ -26,8 +26,6 @@ from samo.pruning.scope import Group
 from samo.pruning.sparsegpt import solve_
 from samo.pruning.topk import keep_neighbours
 
-__all__ = []
-
 CalibratedMethod = Literal["wanda", "sparsegpt"]
 
 _OUTLIER: Final = 5.0  # times the mean score of the block

@@ -21,8 +21,6 @@ from samo.pruning.prune import prune
 from samo.pruning.scope import Scope, check_choice, decide
 from samo.utils.validation import check_model, finite_number, whole_number
 
-__all__ = ["EarlyBird"]
-
 Distance = Literal["kept", "hamming"]
 
 _KEY: Final = "early_bird"

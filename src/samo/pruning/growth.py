@@ -28,8 +28,6 @@ from samo.kernels.rounding import master_dtype
 from samo.mask.mask import Mask
 from samo.pruning.topk import largest
 
-__all__ = []
-
 
 def prune_to(name: str, mask: Mask, values: Tensor, kept: int, seed: int) -> Mask:
     """Return a mask that keeps the ``kept`` largest values of what ``mask`` keeps."""

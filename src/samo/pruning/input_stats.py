@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = []
-
 FEW_TOKENS: Final = 32
 """An expert that fewer tokens reach has no statistics to speak of."""
 

@@ -23,8 +23,6 @@ from samo.pruning.scope import check_choice
 from samo.pruning.topk import equal_values
 from samo.utils.validation import check_model, finite_number, optimizers_of, whole_number
 
-__all__ = ["DynamicSparse", "GradualPruning"]
-
 Grow = Literal["random", "gradient"]
 
 

@@ -4,8 +4,6 @@ import math
 import re
 from typing import NamedTuple
 
-__all__ = []
-
 
 class Pattern(NamedTuple):
     """An n:m pattern: keep ``kept`` of every ``group`` neighbours along a weight's inputs."""

@@ -23,8 +23,6 @@ from samo.pruning.topk import (
 from samo.pruning.zeros import warn_of_zeros
 from samo.utils.validation import check_model, whole_number
 
-__all__ = ["prune"]
-
 Method = Literal["magnitude", "random", "wanda", "sparsegpt"]
 
 

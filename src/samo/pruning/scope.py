@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from samo.mask.prunable import is_empty, layout_of, matching, prunable
 from samo.pruning.pattern import Pattern, parse_pattern, pattern_sparsity
 
-__all__ = []
-
 Scope = Literal["tensor", "global", "erk", "owl"]
 
 Ratios = Callable[[Sequence[str]], Sequence[float]]

@@ -19,8 +19,6 @@ from samo.pruning.pattern import Pattern
 from samo.pruning.scope import Group
 from samo.pruning.topk import largest, largest_of
 
-__all__ = []
-
 _COLUMNS: Final = 128
 _DAMPING: Final = 0.01  # of the mean of H's diagonal
 

@@ -33,8 +33,6 @@ from torch import Tensor
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
-__all__ = []
-
 _DIGIT_BITS: Final = 16
 _HASH_BITS: Final = 31
 _GOLDEN: Final = -0x61C8864680B583EB  # 2**64 / golden ratio; SplitMix64's constants, as int64

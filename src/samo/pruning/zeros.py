@@ -8,8 +8,6 @@ from torch import Tensor
 
 from samo.pruning.scope import Group
 
-__all__ = []
-
 
 class KeptZerosWarning(UserWarning):
     """More weights would be kept than are nonzero: ``found`` says where, ``sparsity`` what fits."""

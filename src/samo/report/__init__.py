@@ -1,3 +1,1 @@
 """The report of one or several runs: read run folders, draw figures, write one HTML file."""
-
-__all__ = []

@@ -17,8 +17,6 @@ from samo.report.theme import LIGHT, new_figure, run_colour, run_dashes
 from samo.train.events import Stepped
 from samo.utils import formatting
 
-__all__ = []
-
 _LEFT: Final = 52
 _START: Final = 0.05
 """Fraction of a run whose training losses, much higher than later ones, do not stretch the axis."""

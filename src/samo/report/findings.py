@@ -16,8 +16,6 @@ from samo.report.runs import Run, finite_evals
 from samo.train.events import Stepped
 from samo.utils.formatting import NOTHING, count, duration, loss, percent, size, three_digits
 
-__all__ = []
-
 _SAME_LOSS: Final = 0.02
 """Other seeds move the loss of a run by about this fraction."""
 DATA: Final = ("data", "fingerprint")

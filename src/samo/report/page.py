@@ -13,8 +13,6 @@ from samo.report import figures, findings, theme
 from samo.report.runs import Run, read_runs
 from samo.utils import atomic_io, formatting
 
-__all__ = []
-
 _SECTIONS: Final = ("model", "data", "hardware", "ranks", "versions")
 """What the page lists of run.json besides the settings."""
 

@@ -15,8 +15,6 @@ from samo.planner.simulator import simulate_step
 from samo.report.figures import draw_passes
 from samo.report.theme import LIGHT, drawing
 
-__all__ = []
-
 _BYTES: Final = {  # label and colour
     "dense": ("dense weights", "dense"),
     "values": ("values", "values"),

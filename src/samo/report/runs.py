@@ -18,8 +18,6 @@ from samo.train.events import Event, read_events
 from samo.train.run_dir import RunDir
 from samo.utils.formatting import shortened
 
-__all__ = []
-
 E = TypeVar("E", bound=Event)
 _WHATS: Final = ("forward", "backward")
 

@@ -19,8 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-__all__ = []
-
 _COLOURS: Final = {
     "page": ("#fdfdfc", "#15181c"),
     "panel": ("#f5f5f2", "#1d2126"),

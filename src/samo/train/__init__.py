@@ -1,3 +1,1 @@
 """The training loop behind ``samo train`` and ``samo demo``, and what surrounds it."""
-
-__all__ = []

@@ -49,8 +49,6 @@ from samo.train.run_dir import RunDir
 from samo.train.subject import Subject, Text
 from samo.utils.formatting import counted, percent
 
-__all__ = []
-
 _log: Final = logging.getLogger(__name__)
 
 _CONTEXT: Final = 1024

@@ -17,16 +17,6 @@ from tyro.conf import DisallowNone, Fixed, Positional, Suppress, arg
 
 from samo.models.shapes import ShapeName
 
-__all__ = [
-    "DataConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PruneConfig",
-    "RunConfig",
-    "TrainConfig",
-]
-
 
 class Range(NamedTuple):
     """The range of a setting: ``least <= value < below``."""

@@ -18,8 +18,6 @@ from samo.errors import ConfigError, nearest
 from samo.train.config import TrainConfig
 from samo.utils.formatting import shortened
 
-__all__ = []
-
 Config = TypeVar("Config")
 
 _NAMES: Final = {

@@ -17,8 +17,6 @@ from typing import Any, Final, Literal, Protocol, dataclass_transform
 from samo.errors import RunError
 from samo.train.config_io import typed
 
-__all__ = []
-
 Phase = Literal["dense", "samo"]
 DrawReason = Literal["dense_steps", "masks", "settled", "limit"]
 

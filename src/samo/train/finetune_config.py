@@ -31,8 +31,6 @@ from samo.train.config import (
     Weights,
 )
 
-__all__ = ["FinetuneConfig"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneData:

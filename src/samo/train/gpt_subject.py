@@ -24,8 +24,6 @@ from samo.train.resolve import gpt_config
 from samo.train.staged_learner import StagedLearner
 from samo.train.subject import Subject, Text
 
-__all__ = []
-
 
 class GPTSubject(Subject):
     """A GPT that learns a text from scratch, or from the weights of a checkpoint."""

@@ -12,8 +12,6 @@ from typing import Final
 from samo.errors import PeerError, RunError
 from samo.train.run_dir import RunDir, kind_of
 
-__all__ = []
-
 RUN_ID_PREFIX: Final = "samo-"
 """Start of the run ids of samo launch; others are torchrun's."""
 RESTARTS: Final = "SAMO_RESTART_COUNT"

@@ -37,8 +37,6 @@ from samo.train.finetune_config import Config
 from samo.train.rank_group import RankGroup
 from samo.train.rules import MOVING
 
-__all__ = []
-
 BACKEND = "inductor"
 """Backend of torch.compile; tests use a faster one that computes as eager mode does."""
 

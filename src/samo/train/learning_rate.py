@@ -4,8 +4,6 @@ import math
 
 from samo.train.config import OptimConfig
 
-__all__ = []
-
 
 def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
     """Return the learning rate of a step, counted from 1 to ``steps``."""

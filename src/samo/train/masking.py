@@ -22,8 +22,6 @@ from samo.train.config import TrainConfig
 from samo.train.learner import Learner
 from samo.train.rules import MOVING, first_observation, pruning
 
-__all__ = []
-
 _CHANGES: Final = "mask_changes"
 
 

@@ -13,8 +13,6 @@ from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
 from samo.train.finetune_config import Config
 
-__all__ = []
-
 _logger = logging.getLogger(__name__)
 
 

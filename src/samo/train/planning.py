@@ -26,8 +26,6 @@ from samo.train.resolve import gpt_config
 from samo.train.rules import micro_batches, problems
 from samo.utils.formatting import size
 
-__all__ = ["planned"]
-
 _VOCAB: Final = 50_304
 """Vocabulary of token files, which are not open yet: GPT-2's."""
 

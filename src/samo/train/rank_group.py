@@ -30,8 +30,6 @@ from samo.train.config import AUTO, MeshConfig
 from samo.train.launch_env import num_ranks
 from samo.utils.collectives import backend_of
 
-__all__ = []
-
 Result = TypeVar("Result")
 
 _SIGNALS: Final = tuple(

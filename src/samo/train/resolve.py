@@ -21,8 +21,6 @@ from samo.train.finetune_config import KINDS, Config, FinetuneConfig
 from samo.train.metrics import is_installed
 from samo.train.rules import CHANGING, MOVING, check_ranges, flag, problems
 
-__all__ = ["resolve"]
-
 DEFAULT_SPARSITY: Final = 0.9
 DTYPES: Final[dict[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SIZES: Final = ("num_layers", "width", "num_heads", "context")

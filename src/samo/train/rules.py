@@ -13,8 +13,6 @@ from samo.train.config import AUTO, PruneConfig, Range, TrainConfig
 from samo.train.finetune_config import Config, FinetuneConfig, FinetuneModel, FinetunePrune
 from samo.train.learning_rate import learning_rate
 
-__all__ = []
-
 MOVING: Final = ("set", "rigl")
 """Methods whose masks keep their sparsity and move."""
 CHANGING: Final = ("gradual", *MOVING)

@@ -27,8 +27,6 @@ from samo.train.config_io import from_dict
 from samo.train.finetune_config import KINDS, Config
 from samo.utils import atomic_io, untrusted
 
-__all__ = []
-
 FORMAT: Final = "samo-run"
 VERSION: Final = 1
 _NAMES: Final = (

@@ -13,8 +13,6 @@ from samo.train.rules import micro_batches
 from samo.train.subject import Subject
 from samo.utils.environment import hardware, versions
 
-__all__ = []
-
 
 def run_record(subject: Subject, out: Path, learner: Learner) -> dict[str, Any]:
     """Return the content of run.json: what is run, on what, and where."""

@@ -18,8 +18,6 @@ from samo.train.events import Phase
 from samo.train.rank_group import RankGroup
 from samo.train.subject import Subject
 
-__all__ = []
-
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Progress:

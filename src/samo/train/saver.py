@@ -10,8 +10,6 @@ from samo.train.events import Phase, Saved
 from samo.train.run_dir import RunDir
 from samo.train.run_state import RunState
 
-__all__ = []
-
 
 class Saver:
     """Writes ``last`` in a thread, and on rank 0 what follows from it: ``best``, those to keep."""

@@ -20,8 +20,6 @@ from samo.train.learner import Learner
 from samo.train.rank_group import RankGroup
 from samo.train.rules import micro_batches
 
-__all__ = []
-
 
 class StagedLearner(Learner):
     """A learner whose ``model`` is a stage; initial weights are those of one process."""

@@ -17,8 +17,6 @@ from samo.train.masking import Masking
 from samo.train.rank_group import RankGroup
 from samo.train.run_dir import RunDir
 
-__all__ = []
-
 
 class Text(NamedTuple):
     """The data of a run."""

@@ -43,8 +43,6 @@ from samo.train.saver import Saver
 from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
 
-__all__ = ["Result", "resume", "train"]
-
 _PROMPT_TOKENS: Final = 32
 _LINES_UNTIL_DIVERGED: Final = 20
 

@@ -1,3 +1,1 @@
 """What every package may use: atomic files, checks of arguments, numbers as text."""
-
-__all__ = []

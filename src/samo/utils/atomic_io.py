@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = []
-
 _IS_POSIX: Final = hasattr(os, "O_DIRECTORY")
 """Elsewhere folders can be neither synced nor locked."""
 

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = []
-
 
 def backend_of(group: dist.ProcessGroup | None, device: str) -> str:
     """Return the backend of a group for a kind of device, "" if it has none.

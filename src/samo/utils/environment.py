@@ -11,8 +11,6 @@ import torch
 
 from samo import __version__
 
-__all__ = ["hardware", "versions"]
-
 _PACKAGES: Final = ("numpy", "numba", "safetensors", "triton", "transformers")
 
 

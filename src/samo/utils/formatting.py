@@ -3,8 +3,6 @@
 import math
 import unicodedata
 
-__all__ = []
-
 NOTHING = "-"
 """Placeholder for a missing number."""
 

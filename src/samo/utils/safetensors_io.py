@@ -16,8 +16,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-__all__ = []
-
 DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -5,8 +5,6 @@ import os
 import stat
 from typing import Any, Final
 
-__all__ = []
-
 MAX_VALUES: Final = 2**19
 """Most values in JSON. Each may take 100 bytes of memory, and two of text."""
 

@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = []
-
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """Return an integer of any type (Python, numpy, one-element tensor) as a Python int."""

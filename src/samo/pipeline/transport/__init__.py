@@ -1,3 +1,1 @@
 """How packets travel between stages: bytes on the wire, TCP, NCCL, and how ranks meet."""
-
-__all__ = []

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from samo.distributed.store import in_time, next_key, ranks_store
 from samo.errors import PeerError
 
-__all__ = ["Meeting"]
-
 _HELLO: Final = struct.Struct("<16sI")
 _STORE_S: Final = 2.0
 """Seconds for the store to answer once the pipeline runs."""

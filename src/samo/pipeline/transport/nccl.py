@@ -28,8 +28,6 @@ from samo.pipeline.transport.connect import Meeting, neighbours_of
 from samo.pipeline.transport.tcp import Link, Transport
 from samo.pipeline.transport.wire import Layout, Packet, pack, unpack
 
-__all__ = ["Channel", "NcclTransport", "Transfer", "communicators", "link_order", "open_links"]
-
 _SENDER, _RECEIVER = 0, 1
 """The ranks in a communicator."""
 

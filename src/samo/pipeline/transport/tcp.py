@@ -30,8 +30,6 @@ from samo.pipeline.transport.wire import (
     unpack,
 )
 
-__all__ = ["Link", "Transport"]
-
 Received = tuple[Packet, Layout, Tensor | None]
 
 _BUFFER_BYTES: Final = 2**14

@@ -19,8 +19,6 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["HEADER_BYTES", "Layout", "Packet", "PacketKind", "decode", "encode", "pack", "unpack"]
-
 PacketKind = Literal["activation", "gradient", "probe", "alive", "abort"]
 _KINDS: Final = get_args(PacketKind)
 # magic, kind, flags, step, micro-batch, stage, seed, bytes of text
