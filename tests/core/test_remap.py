@@ -420,8 +420,10 @@ def wrapped_too_early() -> None:
     with pytest.raises(samo.CompressionError, match="parameters_as_bucket_view=False"):
         samo.remap_(model, samo.Masks.ones(model), opt)
     model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
+    dense = DistributedDataParallel(model)
     samo.compress_(model, random_masks(0, (0.5, 0.5)))
-    ddp = DistributedDataParallel(model)
+    compressed_since = DistributedDataParallel(model)
     samo.remap_(model, random_masks(1, (0.2, 0.2)))
-    with pytest.raises(samo.CompressionError, match="rebuild it"):
-        ddp(torch.randn(4, 70))
+    for ddp in (dense, compressed_since):
+        with pytest.raises(samo.CompressionError, match="before compress_ or remap_ .* rebuild it"):
+            ddp(torch.randn(4, 70))

@@ -639,8 +639,11 @@ def test_a_parametrization_put_on_before_trains_as_masked_dense(wrap: Any) -> No
 )
 def test_what_would_train_the_weight_without_its_mask_is_refused(wrap: Any, message: str) -> None:
     model = compressed()
+    before = model[0].weight.detach().clone()
     with pytest.raises((ValueError, RuntimeError, IndexError), match=message):
         wrap(model[0])
+    if "weight" in model[0]._parameters:  # spectral_norm has deleted it
+        assert torch.equal(model[0].weight, before)
 
 
 # Silent limits: docs/limits.md -------------------------------------------------------------------

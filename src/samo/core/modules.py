@@ -255,11 +255,12 @@ def _property(name: str) -> property:
         return weight.read(values)
 
     def set_(self: nn.Module, value: Any) -> None:
-        if name in weights_in(self):  # weight_norm takes the parameter out of _parameters
+        if weight := weights_in(self).get(name):
+            self._parameters[name] = weight.values  # weight_norm has deleted it
             raise CompressionError(
-                f"'{weights_in(self)[name].name}' is compressed, and a tensor in its place would "
-                "be trained without a mask; apply weight_norm or spectral_norm before compress_, "
-                "and use DistributedDataParallel instead of DataParallel"
+                f"'{weight.name}' is compressed, and a tensor in its place would be trained "
+                "without a mask; apply weight_norm or spectral_norm before compress_, and use "
+                "DistributedDataParallel instead of DataParallel"
             )
         self.__dict__[name] = value  # its parameter was deleted
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.core.modules import named_weights
+from samo.core.weight import weight_replacing
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.utils.collectives import all_gather_json
@@ -30,10 +31,11 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
         trained = [param for param in replicas._module_parameters if param.requires_grad]
         nbytes = sum(param.nbytes for param in trained)  # DDP does not count others either
         known = replicas._get_ddp_logging_data()["total_parameter_size_bytes"]
-        if replicas in _COMPARED or known != nbytes:
+        is_older = any(weight_replacing(param) for param in replicas._module_parameters)
+        if is_older or replicas in _COMPARED or known != nbytes:
             raise CompressionError(
-                "masks changed the length of parameters after this DistributedDataParallel was "
-                "built; rebuild it: ddp = DistributedDataParallel(ddp.module)"
+                "this DistributedDataParallel was built before compress_ or remap_ changed the "
+                "parameters; rebuild it: ddp = DistributedDataParallel(ddp.module)"
             )
         groups = [replicas.process_group]
     else:
