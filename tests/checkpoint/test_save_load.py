@@ -449,6 +449,16 @@ def test_a_compressed_checkpoint_fills_a_dense_model_with_zeros_between(
     assert int((dense.body.weight == 0).sum()) == 108
 
 
+def test_a_checkpoint_of_compiled_code_has_the_names_of_the_module(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    samo.compress_(model, samo.prune(model, 0.5))
+    samo.save(tmp_path, torch.compile(model, backend="eager"))
+    other = nn.Sequential(nn.Linear(4, 4))
+    samo.compress_(other, samo.load_masks(tmp_path))
+    samo.load(tmp_path, other)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
 def test_a_model_may_compute_in_another_type(tmp_path: Path) -> None:
     def build(dtype: torch.dtype, seed: int) -> Net:
         model = net(seed)

@@ -61,9 +61,14 @@ def layout_of(
         for first, *others in model.tied:
             aliases |= dict.fromkeys(others, first)
     replicas: list[int] = []
-    if isinstance(module, DistributedDataParallel):
-        replicas = dist.get_process_group_ranks(module.process_group)
-        module = module.module
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            replicas = dist.get_process_group_ranks(module.process_group)
+            module = module.module
+        elif "_orig_mod" in module._modules:  # as torch.compile wraps it
+            module = module._orig_mod
+        else:
+            break
     sharded = _mesh_of_shards(module)
     if sharded is not None:
         replicas = sharded.mesh.flatten().tolist()
