@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,6 +86,30 @@ def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> No
         loss_of(model, x).backward()
         step(dense, theirs, x)
     assert_equal(model, dense)
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_weight_that_was_read_without_gradients_gets_one(mode: Any, weights: Any) -> None:
+    nets = twins(mlp(), weights=weights)
+    for net in nets:
+        with mode():
+            weight = net[0].weight
+        F.linear(X, weight).square().sum().backward()
+    assert torch.equal(nets[0][0].weight.grad, nets[1][0].weight.grad)
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_no_dense_gradient_is_computed_that_nobody_asked_for(weights: Any) -> None:
+    found: list[Tensor] = []
+    model, x = compressed(weights=weights), X.clone().requires_grad_()
+    for _, weight in named_weights(model):
+        weight.watch(found.append)
+    torch.autograd.grad(model(x).sum(), x)
+    model(X).sum().backward(inputs=[model[2].bias])
+    assert not found
+    model(X).sum().backward()
+    assert len(found) == 2
 
 
 # torch.func -------------------------------------------------------------------------------------
@@ -325,4 +350,23 @@ def test_a_compiled_model_and_optimizer_train_as_masked_dense() -> None:
             opt.zero_grad()
             loss_of(net, x).backward()
             run()
+    assert worst(model, dense) < 1e-9
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_compiled_code_sees_what_lbfgs_has_moved_inside_of_its_step(weights: Any) -> None:
+    torch._dynamo.reset()
+    model, dense = twins(mlp().double(), weights=weights)
+    for net, run in ((model, torch.compile(model, backend="aot_eager")), (dense, dense)):
+        opt = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=5)
+
+        def closure(run: Any = run, opt: Any = opt) -> Tensor:
+            opt.zero_grad()
+            loss = loss_of(run, X.double())
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        opt.step(closure=closure)
     assert worst(model, dense) < 1e-9

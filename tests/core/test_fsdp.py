@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -463,16 +464,24 @@ def pruned_layers(sparsity: float) -> tuple[nn.Sequential, samo.Masks]:
     return model, samo.prune(model, sparsity)
 
 
+def held_by(model: nn.Module) -> list[Tensor]:
+    """Return what sharding replaces: values and resident dense weights."""
+    weights = [weight for _, weight in named_weights(model)]
+    return [part for w in weights for part in (w.values, w.dense) if part is not None]
+
+
 def meter(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for kind in ("dense", "compressed"):
         model, chosen = pruned_layers(0.9)
         if kind == "compressed":
-            samo.compress_(model, chosen, dtype=torch.bfloat16, weights="streamed")
+            samo.compress_(model, chosen, dtype=torch.bfloat16)
+        whole = [weakref.ref(part) for part in held_by(model)]
         for layer in model:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
+        assert kind == "dense" or not any(part() for part in whole)
         opt = samo_adamw(model)
         with Sent() as sent:
             model(torch.ones(2, 64)).float().sum().backward()

@@ -425,5 +425,7 @@ def wrapped_too_early() -> None:
     compressed_since = DistributedDataParallel(model)
     samo.remap_(model, random_masks(1, (0.2, 0.2)))
     for ddp in (dense, compressed_since):
-        with pytest.raises(samo.CompressionError, match=r"before compress_ or remap_ .* rebuild it"):
+        with pytest.raises(
+            samo.CompressionError, match=r"before compress_ or remap_ .* rebuild it"
+        ):
             ddp(torch.randn(4, 70))

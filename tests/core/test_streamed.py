@@ -118,6 +118,12 @@ def linear(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, m.weight, m.bias)
 
 
+class ByColumn(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.weight = nn.Parameter(self.weight.detach().t().contiguous().t())
+
+
 LINEAR: dict[str, tuple[Run, Tensor]] = {
     "2-D": (linear, X),
     "1-D": (linear, X[0]),
@@ -262,6 +268,7 @@ LAYERS: dict[str, Layer] = {
     **{name: (make, run, None) for name, (make, run) in OTHERS.items()},
     **{name: (make, lambda m, x: m(x), x) for name, (make, x) in CONVOLUTIONS.items()},
     **{f"linear, {name}": (lambda: nn.Linear(12, 32), *case) for name, case in LINEAR.items()},
+    "linear, by column": (lambda: ByColumn(12, 32), linear, X),
     "turned": (lambda: nn.Conv2d(6, 8, 3), lambda m, x: F.conv2d(x, m.weight.mT), IMAGE),
     "turned 1-D": (
         lambda: nn.Conv1d(3, 8, 3),
@@ -507,10 +514,11 @@ def test_what_is_written_to_a_held_expansion_is_seen_at_the_next_look(run: Run) 
     assert_same(*(run(net) for net in pair(mlp)))
 
 
-def test_an_expansion_from_before_a_step_cannot_be_written_to() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_expansion_from_before_a_step_cannot_be_written_to(fused: bool) -> None:
     model = streamed()
     data = model[0].weight.data
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
     expected = model(X).detach()
     data.mul_(2)
     with pytest.raises(samo.CompressionError, match=r"'0.weight' was written in two ways"):
@@ -794,7 +802,13 @@ class Arithmetic(nn.Module):
         return found + (2 * weight - weight / 3).sum() + (weight**2 + abs(-weight)).mean()
 
 
+class Turned(StackedExperts):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.bmm(x, self.up.mT) + torch.bmm(x, self.up.transpose(1, 2))
+
+
 COMPILED: dict[str, tuple[Callable[[], nn.Module], Run]] = {
+    "turned": (lambda: Turned(2, 16), lambda m: m(SEQUENCE.view(2, 5, 32))),
     "arithmetic": (Arithmetic, lambda m: m(X)),
     **{name: OTHERS[name] for name in ("lstm", "tied", "resnet")},
     **{
@@ -825,6 +839,33 @@ def test_compiled_models_compute_what_eager_ones_do(name: str) -> None:
         torch.testing.assert_close(grads(model), grads(eager))
         # One for inference, one for training.
         assert name == "lstm" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@ignores_dynamo
+def test_compiled_code_refuses_to_lose_a_write_to_a_streamed_weight() -> None:
+    model, _ = twins(nn.Sequential(Clamped(12, 6)), weights="streamed")
+    with pytest.raises(Exception, match="compiled code would lose what clamp_ writes"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(X)
+
+
+class Routed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero().squeeze(1)
+        return torch.zeros_like(x).index_add(0, rows, super().forward(x[rows]))
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_rows_that_depend_on_the_data_are_exported(weights: Any) -> None:
+    model, _ = twins(nn.Sequential(Routed(12, 12)), weights=weights)
+    program = torch.export.export(model, (X,), strict=True)
+    torch.testing.assert_close(program.module()(-X), model(-X))
 
 
 class Signed(nn.Linear):

@@ -143,6 +143,29 @@ def test_another_loss_function_stays() -> None:
     assert torch.equal(outputs.loss, outputs.logits.square().mean())
 
 
+def test_what_a_model_writes_to_its_logits_is_not_lost() -> None:
+    """Chameleon forbids the tokens of images."""
+    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+    images = {f"IMGIMG{chr(65 + i)}Z": i + 4 for i in range(16)}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    blocks = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1}
+    vision = {"embed_dim": 8, "num_embeddings": 16, "latent_channels": 8, "resolution": 32}
+    config = ChameleonConfig(
+        **sizes, **heads, vq_config=vision | blocks, vocabulary_map=images | {"<image>": 3}
+    )
+    model, (ids, labels) = ChameleonForConditionalGeneration(config).eval().double(), batch()
+    ids, labels = ids.clamp(min=24), labels.where(labels < 0, labels.clamp(min=24))
+    wanted = model(input_ids=ids, labels=labels)
+    wanted_grads = gradients(model, wanted.loss)
+    samo.chunk_loss_(model, max_logits=CHUNK)
+    found = model(input_ids=ids, labels=labels)
+    torch.testing.assert_close(found.loss, wanted.loss, **CLOSE)
+    torch.testing.assert_close(found.logits + 0, wanted.logits, **CLOSE)
+    assert_equal(gradients(model, found.loss), wanted_grads)
+
+
 def test_logits_that_were_computed_go_to_the_usual_loss() -> None:
     model, (ids, labels) = tiny_lm(), batch()
     outputs = model(input_ids=ids, labels=labels)

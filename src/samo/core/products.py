@@ -53,16 +53,26 @@ class Product(torch.autograd.Function):
         values, x = ctx.saved_tensors
         layout, operation = ctx.layout, ctx.operation
         needs_values, needs_x, needs_bias = ctx.needs_input_grad[:3]
+        if needs_values and isinstance(layout, Layout):  # a compiler drops what nobody reads
+            needs_values = _is_wanted(ctx.next_functions[0][0])
         grad_values = grad_x = grad_bias = None
         if needs_values or needs_bias:
             needs = [needs_values, needs_bias]
-            dense, grad_bias = operation.grad_weight(grad, x, layout.shape, needs)
+            dense, grad_bias = operation.grad_weight(grad, x, layout, needs)
             if needs_values:
                 grad_values = layout.compress_grad(dense, ctx.kept)
             del dense  # free it before expanding the weight
         if needs_x:
             grad_x = operation.grad_input(grad, x, layout.expand(values, x.dtype, grad))
         return grad_values, grad_x, grad_bias, None, None, None
+
+
+def _is_wanted(node: Any) -> bool:
+    """Return whether this pass runs a node: ``torch.autograd.grad(loss, x)`` may not need it."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient is returned
+        return True
 
 
 # Note [Products under checkpointing]
@@ -97,8 +107,10 @@ def _compute(
 ) -> Tensor:
     """Compute a product outside the graph."""
     # Without rows, as `samo.chunk_loss_` asks a head for dtype and size, nothing is expanded.
-    if not x.numel() and 0 in (shape := operation.shape(x, layout.shape)):
-        return x.new_empty(shape)
+    if not torch.compiler.is_compiling() and not x.numel():
+        shape = operation.shape(x, layout.shape)
+        if 0 in shape:
+            return x.new_empty(shape)
     dense = layout.expand(values.detach(), x.dtype)
     if is_tracked and isinstance(operation, _Matmul):
         dense.requires_grad_()  # torch.matmul folds dimensions differently if it does
@@ -177,13 +189,17 @@ class _Matmul(NamedTuple):
         factor = dense.t() if self.is_transposed else dense
         return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)
 
-    def grad_weight(self, grad: Tensor, x: Tensor, shape: Any, needs: list[bool]) -> _Gradients:
+    def grad_weight(self, grad: Tensor, x: Tensor, layout: Any, needs: list[bool]) -> _Gradients:
         """Return the gradients of weight and bias, where needed."""
         grad = grad.reshape(-1, grad.shape[-1])
         dense = bias = None
         if needs[0]:
             x = x.reshape(-1, x.shape[-1])
-            dense = grad.t().mm(x) if self.is_transposed else x.t().mm(grad)
+            # torch's gradient has the strides of the weight.
+            is_by_column = tuple(layout.strides) == (1, layout.shape[0])
+            left, right = (grad, x) if self.is_transposed != is_by_column else (x, grad)
+            dense = left.t().mm(right)
+            dense = dense.t() if is_by_column else dense
         if needs[1]:
             bias = grad.sum(0)
         return dense, bias
@@ -239,7 +255,7 @@ class _GroupedMatmul(NamedTuple):
         factor = dense.transpose(-2, -1) if self.is_transposed else dense
         return F.grouped_mm(x, factor, offs=self.ends)
 
-    def grad_weight(self, grad: Tensor, x: Tensor, shape: Any, needs: list[bool]) -> _Gradients:
+    def grad_weight(self, grad: Tensor, x: Tensor, layout: Any, needs: list[bool]) -> _Gradients:
         left, right = (grad, x) if self.is_transposed else (x, grad)
         return F.grouped_mm(left.t(), right, offs=self.ends), None
 
@@ -285,8 +301,8 @@ class _Convolution(NamedTuple):
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, dense, bias, *self._settings)
 
-    def grad_weight(self, grad: Tensor, x: Tensor, shape: Any, needs: list[bool]) -> _Gradients:
-        nothing = grad.new_empty(1).expand(shape)  # only its shape is used
+    def grad_weight(self, grad: Tensor, x: Tensor, layout: Any, needs: list[bool]) -> _Gradients:
+        nothing = grad.new_empty_strided(layout.shape, layout.strides)  # its memory is not read
         found = self._backward(grad, x, nothing, [False, *needs])
         return found[1], found[2]
 

@@ -1,7 +1,8 @@
 """Hooks around the step of any optimizer: what `samo.AdamW` does by itself, for all others."""
 
 import weakref
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def _weights_of(opt: Optimizer) -> list[Weight]:
 
 
 @torch.compiler.disable
-def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
+def _before_step(opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Check that parameters and state are in use, and apply writes to ``module.weight``."""
     if ORIGINS or RETIRED:
         for group in opt.param_groups:
@@ -39,6 +40,24 @@ def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
             if is_first:
                 _check_lengths(opt, weight)
             weight.sync_written()
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None or hasattr(opt, "refreshes_dense_weights"):
+        return None
+    closure = _refreshing(closure, opt)
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def _refreshing(closure: Callable[[], Any], opt: Optimizer) -> Callable[[], Any]:
+    """Let compiled code see that LBFGS, say, has moved the values since the last call."""
+
+    def refreshed() -> Any:
+        for weight in _weights_of(opt):
+            weight.refresh()
+        return closure()
+
+    return refreshed
 
 
 def _check_in_use(opt: Optimizer, param: Tensor) -> None:
@@ -71,6 +90,8 @@ def _after_step(opt: Optimizer, args: object, kwargs: object) -> None:
     if not hasattr(opt, "refreshes_dense_weights") and (weights := _weights_of(opt)):
         with record_function("samo.refresh"):
             for weight in weights:
+                if weight.expansions:  # which go by the version
+                    torch.autograd.graph.increment_version(weight.values)
                 weight.refresh()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from samo.core.dense import Expand
 from samo.core.products import Operation, Product
 from samo.core.streamed import Expansion
+from samo.errors import CompressionError
 from samo.kernels.operators import compress, expand
 
 
@@ -45,7 +46,7 @@ class TracedLayout(NamedTuple):
 
 # Note [Autograd functions in compiled code]
 #
-# Dynamo calls `_product` and `_track` while it traces, instead of tracing them; AOTAutograd traces
+# Dynamo calls `product` and `_track` while it traces, instead of tracing them; AOTAutograd traces
 # them later, forward and backward. Each is one node of Dynamo's graph, so it needs few guards, and
 # under activation checkpointing torch 2.11 marks all its operations as to be recomputed. Inside of
 # an autograd function that Dynamo traces, it does not, and would save the results of products.
@@ -103,6 +104,11 @@ class TracedExpansion(Expansion):
             return getattr(self._param, name)
         if name == "dtype":
             return self._dtype
+        if name.endswith("_") and not name.endswith("__"):
+            raise CompressionError(
+                f"compiled code would lose what {name} writes to a streamed weight; write to it "
+                "in eager code, or keep it resident"
+            )
         return getattr(self._expand(), name)
 
     def __rmatmul__(self, other: Any) -> Any:
@@ -115,9 +121,14 @@ class TracedExpansion(Expansion):
 
     def t(self) -> Any:
         """Transpose a matrix."""
-        return self.transpose(0, 1)
+        return self.transpose(0, 1) if len(self._layout.shape) == 2 else self._expand().t()
 
-    T = mT = property(t)  # noqa: N815
+    T = property(t)
+
+    @property
+    def mT(self) -> Any:  # noqa: N802
+        """Transpose the last two dimensions."""
+        return self.transpose(-2, -1)
 
 
 _OPERATORS: Final = (

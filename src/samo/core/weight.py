@@ -152,7 +152,7 @@ class Weight:
 
             traced = self.ragged if self.traced is None else self.traced
             # Read `traced` first: the compiler names a tensor by where it first sees it.
-            is_own = traced.values is values  # type: ignore[union-attr]
+            is_own = traced is not None and traced.values is values
             return read(self, traced) if is_own else self._read_others(values)
         if values is not self.values:
             return self._read_others(values)
@@ -165,7 +165,7 @@ class Weight:
             or self.dense._version != self._dense_version
         ):
             self.sync()
-        if not values.requires_grad or not torch.is_grad_enabled():
+        if not values.requires_grad:
             return self._plain
         tracked = self._tracked
         if tracked is None or self._stream != self._stream_now():
@@ -174,7 +174,8 @@ class Weight:
             self._tracked = tracked = None  # the old node goes first: see `stream_on`
             self._stream = self._stream_now()
             args = (values, self.dense, self.layout, self.dtype)
-            made = Expand.apply(*args)  # type: ignore[no-untyped-call]
+            with torch.inference_mode(False), torch.enable_grad():
+                made = Expand.apply(*args)  # type: ignore[no-untyped-call]
             run_first(made)
             if self.hooks:
                 made._backward_hooks = self.hooks
@@ -360,7 +361,9 @@ class Weight:
                     "writes; copy or load the model outside, or under torch.no_grad()"
                 )
             self.sync()
-        if not isinstance(values, DTensor):
+        if isinstance(values, DTensor):  # until the whole values return
+            self.traced = self.ragged = None
+        else:
             self.prepare_traced()
 
     def adopt(self, values: nn.Parameter) -> None:

@@ -103,6 +103,8 @@ class Logits(Tensor):
     hidden: Tensor
     head: nn.Module
     functions: tuple[Callable[[Tensor], Tensor], ...]
+    written: Tensor | None = None
+    """All logits, once the model has written to them."""
 
     @staticmethod
     def of(
@@ -128,7 +130,7 @@ class Logits(Tensor):
 
     def whole(self) -> Tensor:
         """Return an ordinary tensor."""
-        return self.rows(self.hidden)
+        return self.rows(self.hidden) if self.written is None else self.written
 
     @classmethod
     def __torch_function__(
@@ -141,9 +143,16 @@ class Logits(Tensor):
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        others = (*args[1:], *kwargs.values())
-        if name in _ELEMENTWISE and not any(isinstance(other, Tensor) for other in others):
-            own, *rest = args
+        own: Any
+        own, *rest = args or (None,)
+        others = (*rest, *kwargs.values())
+        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if isinstance(own, Logits) and is_write:
+            own.written = own.whole()
+            func(own.written, *rest, **kwargs)
+            return own
+        is_deferred = isinstance(own, Logits) and own.written is None and name in _ELEMENTWISE
+        if is_deferred and not any(isinstance(other, Tensor) for other in others):
             functions = (*own.functions, lambda logits: func(logits, *rest, **kwargs))
             return Logits.of(own.hidden, own.head, own, functions)
         args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
@@ -169,6 +178,7 @@ _ELEMENTWISE: Final = frozenset(
     {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "tanh", "contiguous"}
 )
 """What models do to logits, with numbers: it applies to a chunk as to all of them."""
+_WRITES: Final = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 
 
 # Hooks
@@ -218,6 +228,8 @@ def _causal_loss(
     **kwargs: Any,
 ) -> Tensor:
     """Compute what the loss function of transformers does, and with a teacher what that adds."""
+    if isinstance(logits, Logits) and logits.written is not None:
+        logits = logits.written
     if not isinstance(logits, Logits):
         items = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
         return plain(logits, labels, vocab_size, **items, shift_labels=shift_labels, **kwargs)
