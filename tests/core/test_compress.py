@@ -247,6 +247,17 @@ def test_an_optimizer_built_before_the_parameters_changed_is_refused(
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_pass_on_the_meta_device_has_shapes_alone(weights: Any) -> None:
+    model = compressed(weights=weights).to("meta")
+    out = model(X.to("meta"))
+    out.sum().backward()
+    assert out.shape == (len(X), 6)
+    for param in model.parameters():
+        assert param.grad is not None
+        assert param.grad.shape == param.shape
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["compressed", "dense"])
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_a_model_on_the_meta_device_is_filled_later(

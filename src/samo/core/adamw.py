@@ -105,7 +105,7 @@ class AdamW(Optimizer):
             if not isinstance(value, Tensor) and not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
         self.group = group
-        # All settings are in the groups: a copied optimizer has nothing else.
+        # In the groups, since a copied optimizer has nothing else.
         defaults = {
             "lr": lr,
             "betas": betas,

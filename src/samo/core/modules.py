@@ -118,7 +118,7 @@ class CompressedModule(nn.Module):
         return result
 
     def to_empty(self, **options: Any) -> Any:
-        """Allot memory as torch does, and keep tied parameters tied, which torch does not."""
+        """Allocate memory as torch does, and keep tied parameters tied, which torch does not."""
         shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, param in module._parameters.items():

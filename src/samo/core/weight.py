@@ -4,7 +4,7 @@ The parameter is the values. A *streamed* dense weight is expanded where it is u
 (`samo.core.streamed`). A *resident* one is a copy of the values in the compute dtype, kept between
 uses:
 
-    values   1-D, fp32      in module._parameters, the optimizer and state_dict()
+    values   kept entries   in module._parameters, the optimizer and state_dict()
     dense    full shape     what module.weight returns; zeros where pruned
 
 Both can be written: the values by optimizers or ``load_state_dict``, the dense weight through

@@ -37,6 +37,8 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
         reference.compress_(dense, mask, out)
         return
     check_pair(out, mask, dense)
+    if out.is_meta:
+        return
     _move(cpu_masks.compress_blocks, cpu_masks.compress_shared, mask, dense, out)
 
 
@@ -46,6 +48,8 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
         reference.expand_(values, mask, dense)
         return
     check_pair(values, mask, dense)
+    if dense.is_meta:
+        return
     _move(cpu_masks.expand_blocks, cpu_masks.expand_shared, mask, values, dense)
 
 

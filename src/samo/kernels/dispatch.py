@@ -24,7 +24,7 @@ def choose(device: torch.device, path: Path = "auto") -> Kernels:
         from samo.kernels import triton_launch
 
         return triton_launch
-    if device.type in ("cpu", "meta"):  # nothing is computed on the latter
+    if device.type in ("cpu", "meta"):
         try:
             from samo.kernels import cpu
         except ImportError:  # no numba, or NUMBA_DISABLE_JIT is set

@@ -24,7 +24,7 @@ _SLOTS = 256
 
 
 def launch_statically() -> None:
-    """Let Inductor launch these kernels without Python, which a host-bound step shows.
+    """Let Inductor launch these kernels without Python, which is noticeable in host-bound steps.
 
     Call it before the first compilation. Inductor compiles kernels in other processes, which get
     its setting from the environment alone: ``torch.compile(options=...)`` does not reach them.
