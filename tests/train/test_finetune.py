@@ -23,7 +23,7 @@ from samo.integrations.export import export
 from samo.integrations.model_folders import open_compressed
 from samo.planner import this_machine
 from samo.planner.this_machine import this_hardware
-from samo.train import causal_lm
+from samo.train import causal_lm_subject
 from samo.train.causal_lm_subject import CausalLMSubject
 from samo.train.config import with_values
 from samo.train.finetune_config import FinetuneConfig
@@ -93,6 +93,22 @@ def finished(place: Path) -> Path:
     run = place / "finished"
     train(settings(place), run)
     return run
+
+
+def test_examples_that_end_with_another_token_than_the_model_are_named(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(place / "pruned", folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    config = settings(place, model=str(folder))
+    CausalLMSubject(resolve(config)).open_text(tmp_path)
+    assert "examples end with token 302 ('<|im_end|>'), but the model stops" in caplog.text
+    assert "Add 302 to eos_token_id in" in caplog.text
+    caplog.clear()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 302]}')
+    CausalLMSubject(resolve(config)).open_text(tmp_path)
+    assert "eos_token_id" not in caplog.text
 
 
 # What a run computes
@@ -293,7 +309,7 @@ def test_a_compressed_model_is_trained_and_resumed_without_a_dense_one(
     train(settings(place, **changes), tmp_path / "from dense")
     source, small, run = place / "pruned", tmp_path / "small", tmp_path / "run"
     export(open_compressed(source), small, format="compressed", source=source)
-    monkeypatch.delattr(causal_lm, "open_model")
+    monkeypatch.delattr(causal_lm_subject, "open_model")
     config = settings(place, model=str(small), **changes)
     assert train(config, run, listeners=[interrupt_at(3)]).signal is not None
     assert resume(run).step == STEPS

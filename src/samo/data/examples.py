@@ -108,6 +108,12 @@ class Examples:
                 return ~tokens[:num_read]
         return None
 
+    def last_tokens(self, most: int = 1000) -> list[int]:
+        """Return the last token to learn of the first examples."""
+        spans = self.spans_N4[:most].tolist()
+        examples = (self.segments[owner][start:stop] for owner, start, stop, _ in spans)
+        return [int(tokens[tokens >= 0][-1]) for tokens in examples]
+
     def rows(self, context: int, seed: int) -> Rows:
         """Return the examples of rows with ``context`` tokens to read, as `pack` does."""
         if (context, seed) not in self._rows:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samo.errors import ConfigError
 from samo.integrations import folder_files
-from samo.integrations.folder_files import GENERATION, QUANTIZATION
+from samo.integrations.folder_files import CONFIG, GENERATION, QUANTIZATION
 from samo.models.generate import Sampling, check_logits
 
 
@@ -88,6 +88,14 @@ def context_of(config: Any) -> int | None:
     """Return the longest sequence that a model was made for, if its config tells."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """Return the tokens at which the model of a folder stops writing."""
+    has_own = (folder / GENERATION).is_file()
+    found = folder_files.read_json(folder / (GENERATION if has_own else CONFIG))
+    ends = found.get("eos_token_id")
+    return {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
 
 
 def freeze_embeddings_(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from samo.checkpoint.load import load_masks
 from samo.core.compress import compress_, keep_resident
 from samo.data.batches import Batch, Batches
 from samo.data.calibration import example_batches
+from samo.data.examples import Examples
 from samo.data.sources import open_data
 from samo.errors import ConfigError, MaskError, RunError
 from samo.integrations import causal_lm, checked_loading, folder_files
@@ -119,7 +120,24 @@ class CausalLMSubject(Subject):
             )
         self.config = with_steps(with_values(self.config, context=context), rows.num_windows)
         self.text = Text(tokenizer, train, valid, known)
+        if isinstance(train, Examples):
+            self._warn_of_endless_text(train, tokenizer)
         return self.text
+
+    def _warn_of_endless_text(self, examples: Examples, tokenizer: ModelTokenizer) -> None:
+        """Warn if examples end with a token at which the model will not stop writing."""
+        found, ends = examples.last_tokens(), causal_lm.end_tokens(self._folder)
+        if not ends or not ends.isdisjoint(found):
+            return
+        last = max(set(found), key=found.count)
+        _log.warning(
+            "examples end with token %s (%r), but the model stops writing at %s: its text will "
+            "not end. Add %s to eos_token_id in '%s', or end the turns of the chat template with "
+            "that token",
+            *(last, tokenizer.backend.id_to_token(last)),
+            " and ".join(f"{end} ({tokenizer.backend.id_to_token(end)!r})" for end in sorted(ends)),
+            *(last, self._folder / folder_files.GENERATION),
+        )
 
     # The model
 
