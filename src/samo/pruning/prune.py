@@ -181,6 +181,11 @@ def _check_values(name: str, dense: Tensor, *, is_read: bool = True) -> int:
             f"'{name}' is {dense.dtype}, but only floating-point weights can be pruned; leave it "
             f"out with skip=['{name}']"
         )
+    if hasattr(dense, "__tensor_flatten__"):
+        raise ValueError(
+            f"'{name}' is a {type(dense).__name__}, not a plain tensor; prune and compress the "
+            "model before it is sharded or quantized"
+        )
     if not is_read:
         return dense.numel()
     num_finite, num_nonzero = count_finite_and_nonzero(dense)

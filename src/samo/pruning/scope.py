@@ -130,7 +130,7 @@ def _choose(
     if not wanted:
         raise ValueError(
             f"none of the {len(parameters):,} parameters of the model would be pruned; "
-            "samo.prunable(model) lists the default, rules={'name': sparsity} adds to it"
+            "samo.prunable(model) lists the default, rules={'lstm.weight_*': 0.9} would add to it"
         )
     return {name: wanted[name] for name in parameters if name in wanted}
 
