@@ -19,7 +19,7 @@ from samo.errors import MaskError, nearest
 from samo.mask.mask import Mask
 from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 from samo.utils import atomic_io, safetensors_io, untrusted
-from samo.utils.formatting import counted
+from samo.utils.formatting import counted, percent
 
 MIN_SPARSITY: Final = 0.05
 """Fraction of zeros from which on they count as pruned."""
@@ -109,8 +109,9 @@ class Masks(Mapping[str, Mask]):
         if not masks:
             most = max((mask.sparsity for mask in found.values()), default=0.0)
             raise MaskError(
-                f"the model is not pruned: the sparsest of {len(found)} tensors has {most:.1%} "
-                f"zeros, less than {min_sparsity:.1%}; prune it with samo.prune(model, sparsity)"
+                f"the model is not pruned: the sparsest of {len(found)} tensors has "
+                f"{percent(most)} zeros, less than {percent(min_sparsity)}; prune it with "
+                "samo.prune(model, sparsity)"
             )
         return cls(masks)
 
