@@ -95,7 +95,10 @@ def test_any_optimizer_is_predicted_before_its_first_step(
     before = samo.ledger(model, opt)
     assert before.pruned.measured["gradients"] == 0
     assert before.pruned.predicted["gradients"] == 4 * 410
-    assert samo.ledger(model).pruned.predicted["moments"] == 0
+    alone = samo.ledger(model)
+    assert alone.pruned.predicted["moments"] == 0
+    assert "paper" not in str(alone)  # its figure has moments
+    assert "paper" in str(before)
     (model(torch.randn(2, 64)).sum() * model.scale).backward()
     opt.step()
     account = samo.ledger(model, opt)

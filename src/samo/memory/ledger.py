@@ -116,7 +116,7 @@ class Ledger:
         lines.append(row("all", self.measured_bytes, self.predicted_bytes, count))
         if dense is not None:
             lines.append(row("dense training", None, dense, count))
-        lines.append(row("SAMO paper, 16-bit", None, self.paper_bytes, count))
+            lines.append(row("SAMO paper, 16-bit", None, self.paper_bytes, count))
         if self.unknown:
             lines.append(f"state of {', '.join(self.unknown)}: unknown until the first step")
         elif self.measured_bytes < self.predicted_bytes:
