@@ -596,6 +596,8 @@ def test_pruned_weights_learn_faster_by_the_power_of_their_density() -> None:
             samo.param_groups(model, lr=0.1, density_power=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass lr= here as well"):
         samo.param_groups(model, density_power=-1)
+    with pytest.raises(TypeError, match="takes the model, got generator; pass model, without"):
+        samo.param_groups(model.parameters(), lr=0.1)  # type: ignore[arg-type]
 
 
 # Parametrizations -------------------------------------------------------------------------------
