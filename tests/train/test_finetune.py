@@ -23,7 +23,7 @@ from samo.integrations.export import export
 from samo.integrations.model_folders import open_compressed
 from samo.planner import this_machine
 from samo.planner.this_machine import this_hardware
-from samo.train import causal_lm
+from samo.train import causal_lm_subject
 from samo.train.causal_lm_subject import CausalLMSubject
 from samo.train.config import with_values
 from samo.train.finetune_config import FinetuneConfig
@@ -293,7 +293,7 @@ def test_a_compressed_model_is_trained_and_resumed_without_a_dense_one(
     train(settings(place, **changes), tmp_path / "from dense")
     source, small, run = place / "pruned", tmp_path / "small", tmp_path / "run"
     export(open_compressed(source), small, format="compressed", source=source)
-    monkeypatch.delattr(causal_lm, "open_model")
+    monkeypatch.delattr(causal_lm_subject, "open_model")
     config = settings(place, model=str(small), **changes)
     assert train(config, run, listeners=[interrupt_at(3)]).signal is not None
     assert resume(run).step == STEPS

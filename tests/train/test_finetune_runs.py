@@ -13,7 +13,7 @@ import torch
 
 import samo
 from samo.data.batches import Batches
-from samo.train import causal_lm
+from samo.train import causal_lm_subject
 from samo.train.causal_lm_subject import CausalLMSubject
 from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
 from samo.train.run_dir import RunDir
@@ -28,7 +28,7 @@ __all__ = ["place"]  # the fixtures
 
 def train_on_ranks(rank: int, num_ranks: int, configs: dict[Path, FinetuneConfig]) -> None:
     few = functools.partial(samo.chunk_loss_, max_logits=8 * VOCAB_SIZE)  # several chunks a pass
-    causal_lm.chunk_loss_ = few  # type: ignore[assignment]
+    causal_lm_subject.chunk_loss_ = few  # type: ignore[assignment]
     for run, config in configs.items():
         train(config, run)
 
