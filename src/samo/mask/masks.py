@@ -190,7 +190,7 @@ class Masks(Mapping[str, Mask]):
         """Read masks of `save` onto the CPU, or raise a `MaskError` if one bit is damaged."""
         path = Path(path)
         if path.is_dir():
-            raise MaskError(f"'{path}' is a folder{_masks_in(path)}")
+            raise MaskError(f"'{path}' is a folder; read its masks with samo.load_masks('{path}')")
         if not path.is_file():
             raise MaskError(f"mask file '{path}' does not exist; write one with Masks.save(path)")
         try:
@@ -229,12 +229,3 @@ class Masks(Mapping[str, Mask]):
             name = min(set(self) ^ set(other))
             raise MaskError(f"only one of the two has a mask for '{name}'; use masks of one model")
         return Masks({name: mask & other[name] for name, mask in self.items()})
-
-
-def _masks_in(folder: Path) -> str:
-    """Say where the masks of a folder are, if it is a pruned model or a run."""
-    if (file := folder / "masks.safetensors").exists():
-        return f"; its masks are in '{file}'"
-    if (checkpoint := folder / "checkpoints" / "last").exists():
-        return f" of a run; read its masks with samo.load_masks('{checkpoint}')"
-    return "; give the file of Masks.save, or samo.load_masks the folder of a checkpoint"

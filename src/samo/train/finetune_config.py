@@ -78,7 +78,7 @@ class FinetunePrune(MaskConfig):
     method: Literal["magnitude", "random", "wanda", "sparsegpt"] = "wanda"
     """How to prune. wanda and sparsegpt calibrate on some of the training data."""
     masks: OptionalPath = None
-    """Take the masks from this file or checkpoint."""
+    """Take the masks from this file, checkpoint, run or model."""
 
     @property
     def prunes(self) -> bool:
