@@ -211,7 +211,7 @@ def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None
     assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
     assert "--width was 32, not 64" in type_in(f"{resume} --width 64", 2).err
     shown = type_in(f"{resume} --steps 1", 2).err
-    assert "--dense-steps 1 leaves none of the 1 steps to train pruned" in shown
+    assert "--steps 1 ends in the run's dense phase of 1 step, which it keeps" in shown
     assert type_in(resume).out == "'runs/notes-2' is complete; extend it with --steps\n"
     shutil.rmtree("runs/notes-2/checkpoints")
     again = "the run has no checkpoint yet: it starts again at its first step\n"
