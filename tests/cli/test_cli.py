@@ -231,7 +231,9 @@ def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None
     assert "or raise --sparsity above 0.900" in shown
     assert "95 %" in type_in("prune runs/notes --sparsity 0.95 --out few.safetensors").out
     assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
-    assert len(json.loads(type_in("inspect few.safetensors --json").out)["tensors"]) == 4
+    found = json.loads(type_in("inspect few.safetensors --json").out)
+    assert len(found["tensors"]) == 4
+    assert found["fingerprint"] in type_in("inspect few.safetensors").out  # on one line
     assert "12,288" in type_in("prune runs/notes --method zeros --out zeros.safetensors").out
     assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
     samo.save("checkpoint", torch.nn.Linear(4, 4))
