@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from samo.integrations import import_hook
 
 if TYPE_CHECKING:
-    from samo.checkpoint.load import load as load, load_masks as load_masks
+    from samo.checkpoint.load import load as load
     from samo.checkpoint.save import async_save as async_save, save as save
     from samo.core.adamw import AdamW as AdamW
     from samo.core.compress import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from samo.integrations.chunk_loss import chunk_loss_ as chunk_loss_
     from samo.integrations.export import export as export
+    from samo.integrations.model_folders import load_masks as load_masks
     from samo.mask.mask import Mask as Mask
     from samo.mask.masks import Masks as Masks
     from samo.mask.prunable import prunable as prunable
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 __version__: Final = "0.2.0"
 
 _NAMES: Final = {
-    "samo.checkpoint.load": "load load_masks",
+    "samo.checkpoint.load": "load",
     "samo.checkpoint.save": "async_save save",
     "samo.core.adamw": "AdamW",
     "samo.core.compress": "compress_ decompress_ dense_state_dict masks",
@@ -70,6 +71,7 @@ _NAMES: Final = {
     "samo.distributed.mesh": "mesh",
     "samo.integrations.chunk_loss": "chunk_loss_",
     "samo.integrations.export": "export",
+    "samo.integrations.model_folders": "load_masks",
     "samo.mask.mask": "Mask",
     "samo.mask.masks": "Masks",
     "samo.mask.prunable": "prunable",

@@ -428,7 +428,7 @@ def test_masks_load_from_a_checkpoint(tmp_path: Path) -> None:
     samo.save(tmp_path, samo.compress_(net(), samo.Masks({})))
     assert samo.load_masks(str(tmp_path)) == samo.Masks({})
     samo.save(tmp_path, net())
-    with pytest.raises(MaskError, match="has no masks: it was saved from a dense model; load it"):
+    with pytest.raises(MaskError, match="has no masks: it was saved from a dense model; name one"):
         samo.load_masks(tmp_path)
 
 

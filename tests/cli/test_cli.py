@@ -198,7 +198,7 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
 
 def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None:
     shown = type_in(TRAIN).out
-    for part in ("step 6/6  samo    loss", "pruned 90.0%", "validation loss", "tokens/s", "left"):
+    for part in ("step 6/6  samo    loss", "pruned 90 %", "validation loss", "tokens/s", "left"):
         assert part in shown
     assert "run folder: runs/notes" in shown
     assert "runs/notes/report.html" in shown
@@ -211,7 +211,7 @@ def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None
     assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
     assert "--width was 32, not 64" in type_in(f"{resume} --width 64", 2).err
     shown = type_in(f"{resume} --steps 1", 2).err
-    assert "--dense-steps 1 leaves none of the 1 steps to train pruned" in shown
+    assert "--steps 1 ends in the run's dense phase of 1 step, which it keeps" in shown
     assert type_in(resume).out == "'runs/notes-2' is complete; extend it with --steps\n"
     shutil.rmtree("runs/notes-2/checkpoints")
     again = "the run has no checkpoint yet: it starts again at its first step\n"
@@ -231,7 +231,9 @@ def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None
     assert "or raise --sparsity above 0.900" in shown
     assert "95 %" in type_in("prune runs/notes --sparsity 0.95 --out few.safetensors").out
     assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
-    assert len(json.loads(type_in("inspect few.safetensors --json").out)["tensors"]) == 4
+    found = json.loads(type_in("inspect few.safetensors --json").out)
+    assert len(found["tensors"]) == 4
+    assert found["fingerprint"] in type_in("inspect few.safetensors").out  # on one line
     assert "12,288" in type_in("prune runs/notes --method zeros --out zeros.safetensors").out
     assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
     samo.save("checkpoint", torch.nn.Linear(4, 4))

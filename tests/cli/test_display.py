@@ -25,9 +25,9 @@ def shown(*happened: events.Event) -> str:
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (pruned(50), "step  50/100  pruned 90.0%: 78,643 of 786,432 weights kept\n"),
-        (pruned(50, reason="settled"), "  masks have settled: pruned 90.0%: 78,643 of 786,432"),
-        (pruned(50, reason="limit"), "  limit reached, masks not settled: pruned 90.0%"),
+        (pruned(50), "step  50/100  pruned 90 %: 78,643 of 786,432 weights kept\n"),
+        (pruned(50, reason="settled"), "  masks have settled: pruned 90 %: 78,643 of 786,432"),
+        (pruned(50, reason="limit"), "  limit reached, masks not settled: pruned 90 %"),
         (pruned(50, NUMEL), "compressed; 786,432 weights will be pruned step by step"),
     ],
 )
@@ -49,7 +49,7 @@ def test_lines_of_steps_show_the_masks_and_the_state() -> None:
     looks = observed(2)
     assert "loss 2.000  masks differ by 0.220  16,850 tokens/s" in numbers_of(*looks)
     assert "masks" not in numbers_of(*looks, pruned(50))
-    assert "loss 2.000  90.0% pruned  16,850 tokens/s" in numbers_of(*gradual())
+    assert "loss 2.000  90 % pruned  16,850 tokens/s" in numbers_of(*gradual())
     alone, shared = accounted(1), accounted(1, rank_bytes=(3_000_000, 2_816_112))
     assert "s  state 5.82 MB  left 0.0 s" in numbers_of(alone)
     assert "s  rank 0: state 3.00 MB  left" in numbers_of(shared)

@@ -185,7 +185,7 @@ def sparse(folder: Path) -> None:
         (save_model, f"{WANDA} --out notes.txt", 2, "'notes.txt' exists; choose another name w"),
         (save_model, f"{WANDA} --out no/folder/m", 2, "--out must be in an existing folder"),
         (save_model, "--sparsity 0.5 --device cuda", 2, "--device cuda needs a GPU"),
-        (save_model, "--method zeros", 2, "less than 5.0%; leave out --method zeros to prune it"),
+        (save_model, "--method zeros", 2, "less than 5 %; leave out --method zeros to prune it"),
         (save_model, "--pattern 2:4 --sparsity 0.9", 2, "'2:4' prunes 0.5 of the weights, which"),
         (
             save_model,

@@ -226,8 +226,9 @@ def test_values_that_are_replaced_twice_are_noticed() -> None:
 def test_a_write_to_pruned_entries_is_undone_with_one_warning() -> None:
     model = compressed()
     nn.init.ones_(model[0].weight)
-    with pytest.warns(UserWarning, match="nonzero values were written to pruned entries"):
+    with pytest.warns(UserWarning, match="nonzero values were written to pruned entries") as caught:
         model(X)
+    assert caught[0].filename == __file__
     assert not pruned_entries(model).any()
     with warnings.catch_warnings(action="error"):
         model(X)
@@ -520,6 +521,7 @@ def test_a_dense_state_dict_is_taken_with_one_warning() -> None:
     assert [str(one.message).split(",")[0] for one in caught] == [
         "nonzero values were written to pruned entries"
     ]
+    assert caught[0].filename == __file__
     masks = masks_of(model)
     masks.apply_(dense)
     assert_equal(model, dense)
@@ -594,6 +596,8 @@ def test_pruned_weights_learn_faster_by_the_power_of_their_density() -> None:
             samo.param_groups(model, lr=0.1, density_power=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass lr= here as well"):
         samo.param_groups(model, density_power=-1)
+    with pytest.raises(TypeError, match="takes the model, got generator; pass model, without"):
+        samo.param_groups(model.parameters(), lr=0.1)  # type: ignore[arg-type]
 
 
 # Parametrizations -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import samo
 from samo.checkpoint import read_manifest
 from samo.checkpoint.manifest import encode_manifest
-from samo.errors import CheckpointError
+from samo.errors import CheckpointError, MaskError
 from samo.integrations.folder_files import edit_config
 from samo.integrations.model_folders import (
     open_compressed,
@@ -107,8 +107,23 @@ def test_a_tied_gpt_is_opened_compressed(tmp_path: Path) -> None:
     assert torch.equal(open_compressed(tmp_path / "gpt")(tokens_BT), gpt(tokens_BT))
 
 
+def test_masks_load_from_all_that_has_them(tmp_path: Path) -> None:
+    model, masks = pruned("Llama")
+    for format in ("dense", "compressed"):
+        samo.export(model, tmp_path / format, format=format, masks=masks)
+        assert samo.load_masks(tmp_path / format) == masks
+    assert samo.load_masks(tmp_path / "dense" / "masks.safetensors") == masks
+    checkpoint = save_run(tmp_path / "run", model, masks)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert samo.load_masks(tmp_path / "run") == samo.load_masks(checkpoint) == masks
+    with pytest.raises(MaskError, match=r"gone' does not exist; name a checkpoint, a run folder, "):
+        samo.load_masks(tmp_path / "gone")
+
+
 def test_a_folder_without_masks_has_none(folder: Path) -> None:
     assert open_masks(folder, open_model(folder)) is None
+    with pytest.raises(MaskError, match=r"has no masks, only zeros .* samo\.Masks\.from_zeros\("):
+        samo.load_masks(folder)
     with pytest.raises(CheckpointError, match=r"llama' has no tokenizer: none of tokenizer.json"):
         tokenizer_folder(folder)
 

@@ -156,7 +156,9 @@ def test_a_conversation_that_starts_with_the_assistant_needs_tags(tmp_path: Path
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(tmp_path, None)
-    with pytest.raises(DataError, match=r"line 1: 'messages' need a chat template, and folder"):
+    with pytest.raises(
+        DataError, match=r"line 1: a row with 'messages' needs a chat template, and folder"
+    ):
         encode(tokenizer, Chat(CHAT))
 
 

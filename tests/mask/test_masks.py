@@ -212,9 +212,7 @@ def test_from_zeros_leaves_out_tensors_with_few_zeros_and_skipped_ones() -> None
 
 def test_from_zeros_refuses_dense_and_empty_models() -> None:
     keep = [torch.arange(100).view(10, 10) >= zeros for zeros in (1, 4, 100)]
-    with pytest.raises(
-        MaskError, match=r"the sparsest of 2 tensors has 4.0% zeros, less than 5.0%"
-    ):
+    with pytest.raises(MaskError, match=r"the sparsest of 2 tensors has 4 % zeros, less than 5 %"):
         Masks.from_zeros(model_with_zeros(*keep[:2]))
     with pytest.raises(MaskError, match=r"all 100 weights of '1.weight' are 0, .* skip=\['1.we"):
         Masks.from_zeros(model_with_zeros(keep[0], keep[2]))

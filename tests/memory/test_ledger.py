@@ -10,6 +10,7 @@ import samo
 from samo.memory.ledger import Ledger
 from samo.memory.predict import TensorSpec, predict
 from samo.models.gpt import GPT, GPTConfig
+from samo.utils.formatting import percent
 from tests.meters import live_storages, small_gpt, tokens
 
 
@@ -94,7 +95,10 @@ def test_any_optimizer_is_predicted_before_its_first_step(
     before = samo.ledger(model, opt)
     assert before.pruned.measured["gradients"] == 0
     assert before.pruned.predicted["gradients"] == 4 * 410
-    assert samo.ledger(model).pruned.predicted["moments"] == 0
+    alone = samo.ledger(model)
+    assert alone.pruned.predicted["moments"] == 0
+    assert "paper" not in str(alone)  # its figure has moments
+    assert "paper" in str(before)
     (model(torch.randn(2, 64)).sum() * model.scale).backward()
     opt.step()
     account = samo.ledger(model, opt)
@@ -103,7 +107,7 @@ def test_any_optimizer_is_predicted_before_its_first_step(
     assert account.pruned.measured["moments"] == 4 * 410 * moments
     assert account.dense_bytes == (8 + 4 * moments) * (4096 + 64 + 1)
     saved = 1 - account.measured_bytes / account.dense_bytes
-    assert f"saved against dense: {saved:.1%}" in str(account)
+    assert f"saved against dense: {percent(saved)};" in str(account)
 
 
 def test_what_an_unknown_optimizer_keeps_is_unknown_until_its_first_step() -> None:

@@ -81,9 +81,11 @@ def test_the_answer_comes_first() -> None:
     small = {"target": "llama-3-8b", "sparsity": 0.8, "batch": 2, "gpu": "16GB"}
     answer = first(**small)
     assert answer.startswith("No, at 80 % sparsity: even streamed, lean, checkpointed needs ")
-    assert "; instead 15.0 GB with frozen embeddings: --freeze-embeddings" in " ".join(
+    assert " and 15.7 GB are usable; try --freeze-embeddings" in " ".join(
         str(samo.plan(**small)).split()
     )
+    answer = first(target="llama-3-8b", sparsity=0.6, rules={"mlp": 0.8}, gpu="h100")
+    assert answer.startswith("Barely, at 60 to 80 % sparsity: ")
     frozen = str(samo.plan(**small, freeze_embeddings=True))
     assert frozen.startswith("Barely, ")
     assert "frozen: embedding, head" in frozen
@@ -118,7 +120,7 @@ def test_a_cpu_gets_no_lines_for_cuda() -> None:
         ("gpt3-13b --gpu rtx4900", "unknown GPU 'rtx4900' (did you mean 'rtx4090'?)"),
         ("gpt3-13b --gpu mine.toml", "hardware file 'mine.toml': No such file"),
         ("gpt3-13b --gpus 2048 --batch 4", "a batch of 4 sequences is too small for 2048 GPUs"),
-        ("gpt3-14b", "no shape and no folder 'gpt3-14b' (did you mean 'gpt3-1"),
+        ("gpt3-14b", "'gpt3-14b' is neither a known shape nor a folder (did you mean 'gpt3-1"),
         (
             "meta-llama/Llama-3.1-8B",
             "reads no hub; download the model and name its folder or config.json, or plan for a "
@@ -224,7 +226,16 @@ def test_a_teacher_takes_memory_of_every_gpu_and_is_part_of_the_command() -> Non
     assert found.teacher_bytes == taken
     assert found.options[0].usable_bytes == alone.options[0].usable_bytes - taken
     assert "--teacher MODEL_DIR" in found.command
-    assert "and for the teacher, which takes 16.1 GB of that" in " ".join(str(found).split())
+    assert "less 800 MB for CUDA and 16.1 GB for the teacher." in " ".join(str(found).split())
+    small = {"gpu": "rtx4090", "teacher": "llama-3-8b", "freeze_embeddings": True}
+    shown = " ".join(str(samo.plan("llama-3-8b", **small)).split())
+    assert "and 8.54 GB are usable beside the teacher's 16.1 GB; try without --teacher" in shown
+    assert "8.54 GB usable beside the teacher's 16.1 GB of 25.4 GB each" in shown
+    small |= {"freeze_embeddings": False}
+    assert (
+        "no teacher: --freeze-embeddings without --teacher"
+        in samo.plan("llama-3-8b", **small).advice
+    )
     with pytest.raises(ConfigError, match="samo train has no teacher"):
         samo.plan("gpt3-125m", teacher="gpt3-125m")
 

@@ -172,6 +172,8 @@ def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
     assert resolve_resumed(before, shared).run.weights == "streamed"
     with pytest.raises(ConfigError, match="--width was 128, not 64; leave it out, or start a new"):
         resolve_resumed(before, with_values(before, width=64))
+    with pytest.raises(ConfigError, match="--steps 20 ends in the run's dense phase of 200 "):
+        resolve_resumed(before, with_values(before, steps=20))
     with pytest.raises(ConfigError, match="--method was magnitude, not rigl"):
         resolve_resumed(before, with_values(typed, method="rigl"))
 

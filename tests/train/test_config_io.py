@@ -69,6 +69,7 @@ def test_a_file_holds_only_what_differs_and_its_paths_start_at_its_folder(tmp_pa
     ("text", "message"),
     [
         ("[run]\nstepz = 3", r"unknown key 'run.stepz' \(did you mean 'steps'\?\)"),
+        ("[optim]\nlearning_rate = 3", r"key 'optim.learning_rate'; \[optim\] takes lr, schedule"),
         ("[rum]\nsteps = 3", r"unknown key 'rum' \(did you mean 'run'\?\)"),
         ("steps = 3", r"unknown key 'steps'; it belongs under \[run\]"),
         ("run = 3", r"'run' is a section, \[run\], and got 3"),

@@ -120,7 +120,7 @@ def test_best_counts_only_what_is_pruned(tmp_path: Path, text: Path) -> None:
 
 def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run: Path) -> None:
     source = run / "checkpoints" / "last"
-    config = small(recorded(run).data.train[0], init=source, masks=source, dense_steps=0)
+    config = small(recorded(run).data.train[0], init=run, masks=run, dense_steps=0)
     second = tmp_path / "second"
     train(config, second, listeners=[interrupt_at(4)])
     assert lines(second, "prune")[0]["step"] == 0
@@ -139,7 +139,7 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run:
         ({"dense_steps": 5, "skip": ("nothing.*",)}, "cannot prune: .*'nothing"),
         ({"pattern": "2:4", "scope": "erk"}, "which contradicts --scope erk"),
         ({"method": "gradual", "sparsity": 0.99999}, "would keep none of the wei"),
-        ({"masks": Path("no-masks")}, "mask file '.*no-masks' does not exist"),
+        ({"masks": Path("no-masks")}, "no-masks' does not exist; name a checkpoint, a run folder"),
         ({"batch_size": 2**30}, "TB for its dense phase, with 1,073,741,824 x 32 tokens, and this"),
         ({"device": "cuda"}, "--device cuda needs a GPU that torch can use"),
         ({"train": (Path("short.txt"),)}, "1 tokens are too few to hold back 33"),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from samo.checkpoint.folder import check_file
 from samo.checkpoint.layout import Layout, layout_of
-from samo.checkpoint.manifest import NAME, read_manifest
+from samo.checkpoint.manifest import read_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
 from samo.checkpoint.reader import Checkpoint, read_masks
@@ -90,30 +90,12 @@ def load(
     return task.extra
 
 
-def load_masks(path: str | os.PathLike[str]) -> Masks:
-    """Read the masks of a checkpoint, or a file written by ``Masks.save``, onto the CPU.
-
-    Example:
-        >>> import tempfile, torch, samo
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        >>> model = samo.compress_(model, samo.prune(model, 0.5))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     samo.save(folder, model)
-        ...     samo.load_masks(folder).sparsity
-        0.5
-
-    Raises:
-        MaskError: The checkpoint is of a dense model, or the file is missing or damaged.
-        CheckpointError: The checkpoint is damaged.
-    """
-    folder = Path(path)
-    if not os.path.lexists(folder / NAME):
-        return Masks.load(folder)
-    manifest = read_manifest(folder)
+def checkpoint_masks(path: str | os.PathLike[str]) -> Masks:
+    """Read the masks of a checkpoint onto the CPU."""
+    manifest = read_manifest(path)
     if not manifest.is_compressed:
         raise MaskError(
-            f"'{folder}' has no masks: it was saved from a dense model; load it with samo.load and "
-            "prune it with samo.prune(model, sparsity)"
+            f"'{path}' has no masks: it was saved from a dense model; name one of a pruned model"
         )
     for file in manifest.files_of("masks"):
         check_file(file, manifest.files[file.name])

@@ -52,14 +52,16 @@ class Train(RunFolder, TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(RunFolder, FinetuneConfig):
-    """Train a pruned language model of Hugging Face, or prune one and train it."""
+    """Train a pruned Hugging Face language model, or prune one and train it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """Train on several ranks of this machine: samo launch -n 4 train notes.txt."""
 
-    command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
+    command: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="COMMAND ...", help_behavior_hint="")
+    ]
     """The word train or finetune, and its files and flags."""
     num_ranks: Annotated[Count, arg(aliases=("-n",))] = 2
     """Processes to start; with GPUs, one for each."""
@@ -107,8 +109,8 @@ class Export:
     source: Positional[Path]
     """A run folder, a checkpoint of a run, or a Hugging Face folder, dense or compressed."""
     out: OptionalPath = None
-    """Folder to write, which must not exist yet. By default the name of the source and the format
-    in the working folder."""
+    """Folder to write, which must not exist yet. By default NAME-FORMAT, such as notes-dense for
+    runs/notes, in the working folder."""
     format: Literal["dense", "compressed", "bitmask"] = "dense"
     """dense: zeros where weights are pruned; every tool reads it. compressed: values and bitmaps,
     for samo. bitmask: the layout sparse-bitmask of compressed-tensors 0.14, for older tools."""

@@ -51,7 +51,7 @@ def say(console: Console, text: str) -> None:
 
 def facts(rows: Mapping[str, object]) -> Table:
     """Return a table of names and values, without lines."""
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0), pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows.items():

@@ -11,7 +11,7 @@ from samo.cli.console import say
 from samo.report.runs import read_run
 from samo.train import events
 from samo.train.events import Event
-from samo.utils.formatting import counted, duration, loss, perplexity, size
+from samo.utils.formatting import counted, duration, loss, percent, perplexity, size
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
 
@@ -68,7 +68,7 @@ class Display:
                 self._masks, self._state = "", ""  # its size is known after the next step
                 self._say(event.step, _pruned(event))
             case events.Remapped():
-                self._masks = f"{event.sparsity:.1%} pruned  "
+                self._masks = f"{percent(event.sparsity)} pruned  "
             case events.Accounted():
                 which = "rank 0: " if len(event.rank_bytes) > 1 else ""
                 self._state = f"  {which}state {size(event.rank_bytes[0])}"
@@ -116,4 +116,4 @@ def _pruned(event: events.Pruned) -> str:
         return f"compressed; {event.numel:,} weights will be pruned step by step"
     why = {"settled": "masks have settled: ", "limit": "limit reached, masks not settled: "}
     kept = f"{event.kept:,} of {event.numel:,} weights kept"
-    return f"{why.get(event.reason, '')}pruned {event.sparsity:.1%}: {kept}"
+    return f"{why.get(event.reason, '')}pruned {percent(event.sparsity)}: {kept}"

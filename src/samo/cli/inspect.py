@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from samo import checkpoint
-from samo.checkpoint.load import load_masks
+from samo.checkpoint.load import checkpoint_masks
 from samo.cli.commands import Inspect
 from samo.cli.console import (
     PatientConsole,
@@ -160,7 +160,7 @@ def _checkpoint(path: Path, *, verify: bool) -> Page:
         found["step"] = count(progress["step"]), progress["step"]
     if verify:
         found["checksums"] = "correct", True
-    return _with_masks(found, load_masks(path)) if manifest.is_compressed else Page(found)
+    return _with_masks(found, checkpoint_masks(path)) if manifest.is_compressed else Page(found)
 
 
 def _model(path: Path, found: FolderFacts) -> Page:

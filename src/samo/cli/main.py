@@ -146,15 +146,16 @@ def parse(arguments: Sequence[str]) -> Command:
 
 _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
 
-  samo demo                            see it work, in a minute
-  samo train notes.txt                 train a GPT on your text
-  samo train --resume runs/notes       after Ctrl-C or a crash
-  samo prune my-llama --sparsity 0.7   prune a Hugging Face model
-  samo finetune my-llama --data FILE   recover a pruned language model
-  samo export runs/notes               a Hugging Face folder of it
-  samo generate my-llama --chat        talk to a model, or let it continue
-  samo plan my-llama --gpu rtx4090     does it fit, with which settings, how fast
-  samo COMMAND --help                  its settings
+  samo demo                                   see it work, in a minute
+  samo train notes.txt                        train a GPT on your text
+  samo train --resume runs/notes              after Ctrl-C or a crash
+  samo prune my-llama --sparsity 0.7 --method wanda --calibration notes.txt
+                                              prune a Hugging Face model
+  samo finetune my-llama-pruned --data FILE   recover a pruned model
+  samo export runs/notes                      a Hugging Face folder of it
+  samo generate my-llama --chat               talk to a model
+  samo plan my-llama --gpu rtx4090            does it fit, and how fast
+  samo COMMAND --help                         its settings
   samo --version"""
 
 _FINETUNE: Final = """  samo finetune my-llama-pruned --data notes.jsonl

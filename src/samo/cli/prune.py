@@ -88,7 +88,7 @@ def _check_flags(command: Prune, *, is_language_model: bool) -> None:
     is_given = command.sparsity != AUTO or command.pattern is not None or command.method == "zeros"
     if is_language_model and not is_given:  # the default, for GPTs of samo train, would ruin it
         raise ConfigError(
-            "how much to prune? --sparsity or --pattern must say; 50-70 % is sensible for language "
+            "how much to prune? Pass --sparsity or --pattern; 50-70 % is sensible for language "
             f"models, with wanda or sparsegpt: {prune_command(command.source)}"
         )
 
@@ -154,7 +154,7 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
         if command.calibration is not None:
             batches = _batches(model, command)
             how |= {"calibration": batches, "device": device, "progress": progress}
-        with refuse_zeros(otherwise="use --method zeros, --skip it"):
+        with refuse_zeros(otherwise="use --method zeros, leave those weights out with --skip"):
             return prune(model, **how)
 
 

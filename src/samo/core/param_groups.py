@@ -40,6 +40,11 @@ def param_groups(
             times as fast, which helps models that are pruned early.
         no_decay: Shell-style patterns of further names without decay, such as ``"wte.*"``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"param_groups takes the model, got {type(model).__name__}; pass model, without "
+            ".parameters()"
+        )
     if not isinstance(density_power, int | float) or not -3 <= density_power <= 3:
         raise ValueError(f"density_power must be a number from -3 to 3, got {density_power!r}")
     if density_power and lr is None:

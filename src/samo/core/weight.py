@@ -13,6 +13,7 @@ the values do not bump a counter, so every optimizer step refreshes the dense we
 parameters (`samo.core.step_hooks`).
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -325,7 +326,7 @@ class Weight:
                     "nonzero values were written to pruned entries, which stay 0; to keep them, as "
                     "when adapters are merged, call samo.decompress_ first; to train them, give "
                     "the model other masks with samo.remap_",
-                    stacklevel=2,
+                    stacklevel=_level_of_caller(),
                 )
 
     # Identity -----------------------------------------------------------------------------------
@@ -447,6 +448,14 @@ def _reject_gradient(name: str, grad: Tensor) -> None:
         f"the mask of '{name}' changed between a forward pass and its backward pass; change masks "
         "after backward() and before the next forward pass"
     )
+
+
+def _level_of_caller() -> int:
+    """Return the stacklevel of a warning for the code that called samo or torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("samo", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:

@@ -169,14 +169,16 @@ def open_examples(
             "a message of the assistant, and that or a completion may follow at most "
             f"{context:,} tokens (--context)"
         )
-    if not is_learned.all():
+    if num_out := int(np.count_nonzero(~is_learned)):
+        is_full = spans_N4[:, 2] - spans_N4[:, 1] > context
+        num_long = int(np.count_nonzero(is_full & ~is_learned))
+        first = int(_numbers(spans_N4)[np.argmin(is_learned)]) + 1
         _log.warning(
-            "%s of %s examples in %s left out, the first of them number %s: they have no token to "
-            "learn, as a conversation without a message of the assistant",
-            f"{np.count_nonzero(~is_learned):,}",
-            f"{count:,}",
-            names,
-            f"{int(_numbers(spans_N4)[np.argmin(is_learned)]) + 1:,}",
+            "%s of %s examples in %s left out, the first of them number %s: %s have no token to "
+            "learn among the first %s (--context), %s have none at all, as a conversation without "
+            "a message of the assistant",
+            *(f"{num_out:,}", f"{count:,}", names, f"{first:,}"),
+            *(f"{value:,}" for value in (num_long, context, num_out - num_long)),
         )
     return Examples(segments, spans_N4[is_learned], limit, is_packed)
 

@@ -24,8 +24,9 @@ class ChatTemplate:
         """Return whether the chat template marks what the assistant says."""
         if self._tokenizer.chat_template is None:
             raise DataError(
-                f"{place}: 'messages' need a chat template, and folder '{self._name}' has none; "
-                "put the chat_template.jinja of a model into it, or write 'prompt' and 'completion'"
+                f"{place}: a row with 'messages' needs a chat template, and folder "
+                f"'{self._name}' has none; put the chat_template.jinja of a model into it, or "
+                "write 'prompt' and 'completion'"
             )
         template = self._tokenizer.get_chat_template(tools=chat.tools)
         return _GENERATION.search(template) is not None

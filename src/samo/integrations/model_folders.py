@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from samo.checkpoint import read_manifest, verify
-from samo.checkpoint.load import check_shape, load, load_masks
+from samo.checkpoint.load import check_shape, checkpoint_masks, load
 from samo.checkpoint.manifest import NAME
 from samo.checkpoint.tensors import SavedTensors
 from samo.core.compress import compress_
 from samo.core.modules import BITMAP, to_bytes
-from samo.errors import CheckpointError
+from samo.errors import CheckpointError, MaskError
 from samo.integrations import checked_loading, folder_files
 from samo.integrations.folder_files import CONFIG, MASKS
 from samo.mask.masks import Masks
@@ -59,7 +59,7 @@ def find(path: str | os.PathLike[str]) -> Place:
     if (path / "run.json").is_file():
         path = path / "checkpoints" / "last"
     place = Place(path, path)
-    if (path / NAME).is_file():
+    if os.path.lexists(path / NAME):
         beside = path.parent.parent / HUGGING_FACE
         is_own = path.parent.name == "checkpoints" and (beside / CONFIG).is_file()
         place = Place(path, beside if is_own else None)
@@ -174,6 +174,43 @@ def open_compressed(
     return compress_(model, Masks.from_zeros(model) if masks is None else masks, **options)
 
 
+def load_masks(path: str | os.PathLike[str]) -> Masks:
+    """Read masks onto the CPU: of a checkpoint, a run, a Hugging Face folder, or a mask file.
+
+    Example:
+        >>> import tempfile, torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> model = samo.compress_(model, samo.prune(model, 0.5))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     samo.save(folder, model)
+        ...     samo.load_masks(folder).sparsity
+        0.5
+
+    Raises:
+        MaskError: There are no masks, as of a dense model, or they are damaged.
+        CheckpointError: The folder cannot be read.
+    """
+    if not os.path.lexists(path):
+        raise MaskError(
+            f"'{path}' does not exist; name a checkpoint, a run folder, a Hugging Face folder or a "
+            "mask file"
+        )
+    if not os.path.isdir(path):
+        return Masks.load(path)
+    folder, hugging_face = find(path)
+    if folder != hugging_face:
+        return checkpoint_masks(folder)
+    if checked_loading.is_compressed(folder):
+        specs = folder_files.read_specs(folder_files.weight_files(folder))
+        return folder_files.read_masks(checked_loading.empty_model(folder, len(specs)), specs)
+    if (folder / MASKS).is_file():
+        return Masks.load(folder / MASKS)
+    raise MaskError(
+        f"'{path}' has no masks, only zeros if it is pruned; read those with "
+        "samo.Masks.from_zeros(model), or samo prune --method zeros"
+    )
+
+
 def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
     """Return the exact masks of a folder, if it has any; else its zeros are all there is to know.
 
@@ -188,7 +225,7 @@ def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
             return None
         masks = Masks.load(folder / MASKS)
     elif place.is_checkpoint:
-        masks = load_masks(folder)
+        masks = checkpoint_masks(folder)
     else:
         specs = folder_files.read_specs(folder_files.weight_files(folder))
         masks = folder_files.read_masks(model, specs)
@@ -220,7 +257,7 @@ def _open_compressed_checkpoint(
     prepare: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
     path, folder = place.weights, place.hugging_face
-    load_masks(path)  # raises an error for a dense model
+    checkpoint_masks(path)  # raises an error for a dense model
     saved, masks = _read_checkpoint(path)
     manifest = read_manifest(path)
     dtype = dtype or dtype_of(path)
@@ -272,7 +309,7 @@ def _gpt_config(path: Path) -> GPTConfig:
 def _read_checkpoint(path: Path) -> tuple[SavedTensors, Masks]:
     """Return the tensors and masks of a checkpoint, whose every byte is checked."""
     manifest = verify(path)
-    masks = load_masks(path) if manifest.is_compressed else Masks({})
+    masks = checkpoint_masks(path) if manifest.is_compressed else Masks({})
     saved = SavedTensors(manifest, "weights")
     for name, mask in masks.items():
         shape = saved.specs[name].shape if name in saved.specs else None

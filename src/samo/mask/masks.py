@@ -19,7 +19,7 @@ from samo.errors import MaskError, nearest
 from samo.mask.mask import Mask
 from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 from samo.utils import atomic_io, safetensors_io, untrusted
-from samo.utils.formatting import counted
+from samo.utils.formatting import counted, percent
 
 MIN_SPARSITY: Final = 0.05
 """Fraction of zeros from which on they count as pruned."""
@@ -109,8 +109,9 @@ class Masks(Mapping[str, Mask]):
         if not masks:
             most = max((mask.sparsity for mask in found.values()), default=0.0)
             raise MaskError(
-                f"the model is not pruned: the sparsest of {len(found)} tensors has {most:.1%} "
-                f"zeros, less than {min_sparsity:.1%}; prune it with samo.prune(model, sparsity)"
+                f"the model is not pruned: the sparsest of {len(found)} tensors has "
+                f"{percent(most)} zeros, less than {percent(min_sparsity)}; prune it with "
+                "samo.prune(model, sparsity)"
             )
         return cls(masks)
 
@@ -189,7 +190,7 @@ class Masks(Mapping[str, Mask]):
         """Read masks of `save` onto the CPU, or raise a `MaskError` if one bit is damaged."""
         path = Path(path)
         if path.is_dir():
-            raise MaskError(f"'{path}' is a folder{_masks_in(path)}")
+            raise MaskError(f"'{path}' is a folder; read its masks with samo.load_masks('{path}')")
         if not path.is_file():
             raise MaskError(f"mask file '{path}' does not exist; write one with Masks.save(path)")
         try:
@@ -228,12 +229,3 @@ class Masks(Mapping[str, Mask]):
             name = min(set(self) ^ set(other))
             raise MaskError(f"only one of the two has a mask for '{name}'; use masks of one model")
         return Masks({name: mask & other[name] for name, mask in self.items()})
-
-
-def _masks_in(folder: Path) -> str:
-    """Say where the masks of a folder are, if it is a pruned model or a run."""
-    if (file := folder / "masks.safetensors").exists():
-        return f"; its masks are in '{file}'"
-    if (checkpoint := folder / "checkpoints" / "last").exists():
-        return f" of a run; read its masks with samo.load_masks('{checkpoint}')"
-    return "; give the file of Masks.save, or samo.load_masks the folder of a checkpoint"

@@ -20,6 +20,7 @@ from samo.core.shards import local_of
 from samo.core.weight import weight_of
 from samo.errors import CompressionError
 from samo.memory.predict import KINDS, Kind, TensorSpec, predict, total
+from samo.utils.formatting import percent
 
 _LABELS: Final = {"dense": "dense weights", "ages": "ages of entries", "buckets": "DDP buckets"}
 _STATE_KINDS: Final[tuple[Kind, ...]] = ("moments", "corrections", "ages")
@@ -115,14 +116,14 @@ class Ledger:
         lines.append(row("all", self.measured_bytes, self.predicted_bytes, count))
         if dense is not None:
             lines.append(row("dense training", None, dense, count))
-        lines.append(row("SAMO paper, 16-bit", None, self.paper_bytes, count))
+            lines.append(row("SAMO paper, 16-bit", None, self.paper_bytes, count))
         if self.unknown:
             lines.append(f"state of {', '.join(self.unknown)}: unknown until the first step")
         elif self.measured_bytes < self.predicted_bytes:
             lines.append("gradients exist from backward() on, moments from the first step")
         if dense is not None:
             saved = 1 - self.predicted_bytes / dense
-            lines.append(f"saved against dense: {saved:.1%}; activations are not included")
+            lines.append(f"saved against dense: {percent(saved)}; activations are not included")
         return "\n".join(lines)
 
 
@@ -151,7 +152,7 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         all                           3.91        3.91      3.73
         dense training                   -       20.97     20.00
         SAMO paper, 16-bit               -        4.61      4.40
-        saved against dense: 81.4%; activations are not included
+        saved against dense: 81.4 %; activations are not included
 
     Each rank counts what it holds, DDP's buckets included; ``gradient_as_bucket_view=True`` avoids
     those. Pass all optimizers of the model: without them no moments are predicted.

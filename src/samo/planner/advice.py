@@ -10,7 +10,6 @@ from samo.planner.hardware import HARDWARE, Cluster
 from samo.planner.memory import Job, peak
 from samo.planner.network import ENDS, PRUNED
 from samo.planner.search import layouts
-from samo.utils.formatting import size
 
 SEQUENCES: Final = 8
 """Of a step, for each GPU, unless a batch is given."""
@@ -19,20 +18,14 @@ _MOST_GPUS: Final = 4096
 _HIGHEST: Final = 0.98  # sparsity that is suggested
 
 
-def least_bytes(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> float:
-    """Return the least memory that any layout of a scheme needs."""
-    least = float("inf")
-    for layout in layouts(job, cluster, scheme):
-        # One pass does not accumulate gradients; one sequence has the fewest activations.
-        is_small = layout.micro_batch == 1 or layout.micro_batches(job) == 1
-        if is_small and layout.checkpointing:
-            least = min(least, peak(job, layout).needed_bytes)
-    return least
-
-
 def fits(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> bool:
     """Return whether any layout of a scheme fits."""
-    return least_bytes(job, cluster, scheme) <= cluster.hardware.usable_bytes
+    return any(
+        peak(job, layout).needed_bytes <= cluster.hardware.usable_bytes
+        for layout in layouts(job, cluster, scheme)
+        # One pass does not accumulate gradients; one sequence has the fewest activations.
+        if layout.checkpointing and (layout.micro_batch == 1 or layout.micro_batches(job) == 1)
+    )
 
 
 def fewest_gpus(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | None:
@@ -59,9 +52,14 @@ def what_would_fit(
     if not (network.command or network.frozen or is_pruned):
         frozen, flag = replace(job, network=network.with_frozen(ENDS)), "--freeze-embeddings"
         if fits(frozen, cluster):
-            yield f"{size(least_bytes(frozen, cluster))} with frozen embeddings: {flag}"
+            yield f"frozen embeddings: {flag}"
         else:
             changes.append((f" {flag}", frozen))
+    free = replace(hardware, reserved_bytes=hardware.reserved_bytes - taken)
+    for flag, changed in changes if taken else []:
+        if fits(changed, replace(cluster, hardware=free)):
+            yield f"no teacher:{flag} without --teacher"
+            break
     for flag, changed in changes:
         if less := next((x for x in _smaller(changed, gpus) if fits(x[1], cluster)), None):
             yield f"fewer tokens at a time: {less[0]}{flag}"

@@ -254,8 +254,8 @@ def _find(
         )
     names = (*SHAPES, *PUBLIC)
     raise ConfigError(
-        f"no shape and no folder '{target}'{nearest(name, names)}; name a Hugging Face "
-        f"folder, its config.json, or one of {', '.join(names)}"
+        f"'{target}' is neither a known shape nor a folder{nearest(name, names)}; name a "
+        f"Hugging Face folder, its config.json, or one of {', '.join(names)}"
     )
 
 

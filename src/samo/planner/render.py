@@ -32,8 +32,8 @@ _WIDTH: Final = 100
 _SHOWN: Final = 6  # options; with the other schemes ten rows
 _LEGEND: Final = (
     "All predicted; see docs/plan.md for measured accuracy. * does not fit. needs: peak, and 5 % "
-    "that the allocator loses. values: with bitmaps. work: logits and workspace. ckpt: "
-    "checkpointed activations. mesh: stages x replicas. size: sequences of a micro-batch."
+    "lost to the allocator. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
+    "activations. mesh: stages x replicas. size: sequences of a micro-batch."
 )
 
 
@@ -62,8 +62,8 @@ def _lines(plan: "Plan") -> Iterator[str]:
         f"{pruned}{frozen}; {job.batch} x {job.context:,} tokens a step"
     )
     yield (
-        f"{plan.cluster.num_gpus} x {hardware.name}, {size(hardware.usable_bytes)} usable of "
-        f"{size(hardware.memory_bytes)} each"
+        f"{plan.cluster.num_gpus} x {hardware.name}, {size(hardware.usable_bytes)} usable"
+        f"{_beside(plan)} of {size(hardware.memory_bytes)} each"
     )
     if hardware.source:
         yield f"({hardware.source})"
@@ -79,12 +79,13 @@ def _lines(plan: "Plan") -> Iterator[str]:
     yield _LEGEND
     if (more := len(plan.options) - _SHOWN) > 0:
         yield f"--json has {counted(more, 'more layout')}."
-    keeper = "the process" if job.dtype == "float32" else "CUDA's context and libraries"
+    keeper = "the process" if job.dtype == "float32" else "CUDA"
     if plan.teacher_bytes:
-        keeper += f", and for the teacher, which takes {size(plan.teacher_bytes)} of that"
+        keeper += f" and {size(plan.teacher_bytes)} for the teacher"
+    own = hardware.reserved_bytes - plan.teacher_bytes
     yield (
         f"usable: {size(hardware.memory_bytes)}, which is {hardware.memory_bytes / 2**30:.1f} GiB "
-        f"(a GB is 10^9 bytes, a GiB 2^30), less {size(hardware.reserved_bytes)} for {keeper}."
+        f"(a GB is 10^9 bytes, a GiB 2^30), less {size(own)} for {keeper}."
     )
     fewest = "; ".join(f"{SCHEMES[scheme]} {n or 'none'}" for scheme, n in plan.fewest.items())
     yield f"fewest devices it fits on, as a power of two: {fewest}"
@@ -113,16 +114,27 @@ def _answer(plan: "Plan") -> str:
     own, is_many = first.layout, plan.cluster.num_gpus > 1
     mesh = f" on {own.mesh} (stages x replicas)" if is_many else ""
     needed, usable = size(first.memory.needed_bytes), size(first.usable_bytes)
-    what = f"{own}{mesh} needs {needed} of {usable}{' on each' if is_many else ''}"
-    highest = max(plan.job.network.sparsity.values(), default=0.0)
+    each = " on each" if is_many else ""
+    found = sorted(value for value in plan.job.network.sparsity.values() if value)
+    low, high = (percent(value) for value in (found[0], found[-1])) if found else ("", "")
+    share = high if low == high else f"{low.removesuffix(' %')} to {high}"
     guess = " (assumed)" if plan.is_assumed else ""
-    pruned = f", at {percent(highest)} sparsity{guess}" if highest else ""
+    pruned = f", at {share} sparsity{guess}" if found else ""
     if not first.fits:
-        return f"No{pruned}: even {what}" + (f"; instead {plan.advice[0]}" if plan.advice else "")
+        flags = "".join(plan.advice[:1]).partition(": ")[2]
+        return (
+            f"No{pruned}: even {own}{mesh} needs {needed}, and {usable} are usable{each}"
+            f"{_beside(plan)}{flags and f'; try {flags}'}"
+        )
+    what = f"{own}{mesh} needs {needed} of {usable}{each}"
     seconds = first.time.total
     took = f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
     word = "Barely" if first.is_tight else "Yes"
     return f"{word}{pruned}: {what}, {took} a step ({count(plan.job.tokens / seconds)} tokens/s)"
+
+
+def _beside(plan: "Plan") -> str:
+    return f" beside the teacher's {size(plan.teacher_bytes)}" if plan.teacher_bytes else ""
 
 
 def _better(plan: "Plan", best: Option) -> str:

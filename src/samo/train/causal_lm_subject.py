@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from samo.checkpoint.load import load_masks
 from samo.core.compress import compress_, keep_resident
 from samo.data.batches import Batch, Batches
 from samo.data.calibration import example_batches
@@ -26,6 +25,7 @@ from samo.integrations.export import export
 from samo.integrations.model_folders import (
     HUGGING_FACE,
     find,
+    load_masks,
     open_compressed,
     open_empty,
     open_masks,

@@ -109,7 +109,7 @@ class ModelConfig:
     ] = None
     """Recompute activations in the backward pass instead of storing them: saves memory."""
     init: OptionalPath = None
-    """Start from the weights of this checkpoint."""
+    """Start from the weights of this checkpoint or run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +145,7 @@ class PruneConfig(MaskConfig):
     increase the sparsity over time. set, rigl: periodically drop and regrow weights, at random or
     by gradient."""
     masks: OptionalPath = None
-    """Take the masks from this file or checkpoint instead of pruning."""
+    """Take the masks from this file, checkpoint, run or model instead of pruning."""
     mask_every: OrAuto[Count] = AUTO
     """Steps between two mask observations (early-bird; auto: a 200th of all steps, at least 5) or
     mask updates (gradual, set, rigl; auto: a fortieth of all steps, at most 100)."""

@@ -69,7 +69,7 @@ def from_dict(
         hints, section = get_type_hints(kinds[name]), {}
         for key, value in values.items():
             if key not in hints:
-                close = nearest(key, hints)
+                close = nearest(key, hints) or f"; [{name}] takes {', '.join(hints)}"
                 raise ConfigError(f"{source} has an unknown key '{name}.{key}'{close}")
             try:
                 section[key] = typed(value, hints[key], folder)

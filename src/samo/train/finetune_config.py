@@ -73,11 +73,12 @@ class FinetunePrune(MaskConfig):
     """Which weights are pruned. By default those that the folder says, or that are 0."""
 
     sparsity: OrAuto[Annotated[float, Range(0, 1, "0.7 prunes 70 %")]] = AUTO
-    """Prune the model first, to this sparsity. auto: it is pruned, or --pattern says how."""
+    """Prune the model first, to this sparsity. auto: the model is already
+    pruned, or --pattern sets the sparsity."""
     method: Literal["magnitude", "random", "wanda", "sparsegpt"] = "wanda"
     """How to prune. wanda and sparsegpt calibrate on some of the training data."""
     masks: OptionalPath = None
-    """Take the masks from this file or checkpoint."""
+    """Take the masks from this file, checkpoint, run or model."""
 
     @property
     def prunes(self) -> bool:
@@ -90,8 +91,8 @@ class FinetuneOptim(OptimConfig):
     """AdamW and its learning rate."""
 
     lr: Amount = 2e-5
-    """Peak learning rate: usual for all weights of a pretrained model. Heavily pruned models, and
-    small ones, recover faster with up to 10 times as much."""
+    """Peak learning rate. The default suits training all weights of a pretrained model. Heavily
+    pruned models, and small ones, recover faster with up to 10 times as much."""
     warmup_steps: OrAuto[Steps] = AUTO
     """Linear warmup. auto: 3 % of all steps."""
     final_lr: Amount = 0.0
@@ -116,7 +117,7 @@ class FinetuneRun(RunConfig):
     """Seed of the data order, and of ties between weights to prune."""
     weights: Weights = AUTO
     """Keep the dense weights in memory, or expand each one when it is used; an amount such as 4GB
-    keeps that much. auto: by what fits, and is fastest."""
+    keeps that much. auto: the fastest that fits."""
     eval_every: Count = 50
     """Steps between validations. One precedes the first step."""
     sample_tokens: Steps = 100

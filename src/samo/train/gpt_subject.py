@@ -1,6 +1,7 @@
 """The model and the data of ``samo train``: a GPT, and a text."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from samo.data.batches import validation_batches
 from samo.data.tokenizers import open_tokenizer
 from samo.data.tokens import open_tokens
 from samo.errors import DataError
+from samo.integrations.model_folders import find
 from samo.models.generate import Sampling, stream
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
@@ -79,8 +81,9 @@ class GPTSubject(Subject):
             with torch.device(config.run.device):
                 model = GPT(self._shape)
             learner = Learner(model, config, ranks=ranks)
-        if config.model.init is not None and checkpoint is None:
-            load(config.model.init, learner.whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
+        if (init := config.model.init) is not None and checkpoint is None:
+            place = ranks.run_all("the initial weights", partial(find, init))
+            load(place.weights, learner.whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
         return learner
 
     def new_masking(self, learner: Learner) -> Masking | None:

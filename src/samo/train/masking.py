@@ -9,8 +9,8 @@ All decisions follow from the settings, the model and `state_dict`, which goes i
 
 from typing import Any, Final
 
-from samo.checkpoint.load import load_masks
 from samo.errors import ConfigError
+from samo.integrations.model_folders import load_masks
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, matching, prunable
 from samo.pruning.early_bird import EarlyBird

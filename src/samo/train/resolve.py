@@ -20,6 +20,7 @@ from samo.train.config import AUTO, MeshConfig, ModelConfig, TrainConfig, Weight
 from samo.train.finetune_config import KINDS, Config, FinetuneConfig
 from samo.train.metrics import is_installed
 from samo.train.rules import CHANGING, MOVING, check_ranges, flag, problems
+from samo.utils.formatting import counted
 
 DEFAULT_SPARSITY: Final = 0.9
 DTYPES: Final[dict[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -172,6 +173,12 @@ def resolve_resumed(recorded: Config, wanted: Config) -> Config:
                     f"a resumed run keeps its settings, and {flag(entry.name)} was {was}, not "
                     f"{value}; leave it out, or start a new run"
                 )
+    dense = 0 if isinstance(recorded, FinetuneConfig) else recorded.prune.dense_steps
+    if (steps := sections["run"].steps) <= dense:
+        raise ConfigError(
+            f"--steps {steps:,} ends in the run's dense phase of {counted(dense, 'step')}, which "
+            "it keeps; raise it, or leave it out"
+        )
     return resolve(KINDS[recorded.kind](**sections))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samo.checkpoint import read_manifest
-from samo.checkpoint.load import load, load_masks
+from samo.checkpoint.load import checkpoint_masks, load
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, first_words
@@ -90,7 +90,7 @@ class RunState:
     def _load(self, path: Path) -> None:
         learner, progress = self.learner, self.progress
         if progress.phase == "samo" and learner.phase == "dense":
-            masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
+            masks = learner.ranks.run_all("the checkpoint", lambda: checkpoint_masks(path))
             learner.prune(learner.own_masks(masks).to(learner.device))
         extra = load(
             path,

@@ -48,10 +48,13 @@ def perplexity(loss: float) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """Format a fraction in percent, with one decimal if it has one: ``90 %``, ``60.5 %``."""
+    """Format a fraction, such as ``90 %``, ``60.5 %``, or ``99.99 %`` of what is not quite all."""
     if fraction is None or not math.isfinite(fraction):
         return NOTHING
-    return f"{100 * fraction:.1f}".removesuffix(".0") + " %"
+    text = f"{100 * fraction:.1f}"
+    if 0 < fraction < 1 and text in ("0.0", "100.0"):
+        text = f"{min(max(100 * fraction, 0.01), 99.99):.2f}"
+    return text.removesuffix(".0") + " %"
 
 
 def duration(seconds: float | None) -> str:
