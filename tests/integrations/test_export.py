@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import samo
 from samo.errors import CheckpointError
@@ -70,6 +72,18 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     blocked.touch()
     with pytest.raises(CheckpointError, match=r"cannot write '.*file/out': .*File exists; free"):
         samo.export(model, blocked / "out", masks=masks)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (model, masks), full = pruned("Llama"), SafetensorError("I/O error: No space left on device")
+    with (
+        mock.patch.object(type(model), "save_pretrained", side_effect=full),
+        pytest.raises(
+            CheckpointError, match=r"cannot write '.*out': I/O error: No space left .* f"
+        ),
+    ):
+        samo.export(model, tmp_path / "out", masks=masks)
+    assert not any(tmp_path.iterdir())
 
 
 def test_drafts_of_killed_processes_are_removed_and_others_are_not(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ SIZES: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "width": ({"intermediate_size": 10**9}, "does not fit|is not complete"),
     "vocabulary": ({"vocab_size": 10**12}, "does not fit|is not complete"),
     "more than memory has": ({"vocab_size": 2**62}, "cannot be read|is not complete"),
+    "labels": ({"num_labels": 10**9}, "num_labels is 1000000000"),
 }
 
 
@@ -146,6 +147,35 @@ def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Pat
     message = message.replace("35 tensors", r"\d+ tensors")
     with pytest.raises((CheckpointError, MaskError), match=message):
         open_model(folder)
+
+
+def test_tables_that_no_file_holds_have_a_limit(tmp_path: Path) -> None:
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4, "vocab_size": 32}
+    GPTJForCausalLM(GPTJConfig(**sizes, n_positions=8)).save_pretrained(tmp_path)
+    edit_config(tmp_path, n_positions=10**10)
+    with pytest.raises(CheckpointError, match="asks for tables of 40,000,000,000 entries, such as"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["dense", "compressed"])
+def test_a_config_does_not_choose_how_the_model_is_called(format: Any, tmp_path: Path) -> None:
+    """Its kernels would be code of the hub."""
+    folder = exported(tmp_path, format)
+    names = ("attn_implementation", "_attn_implementation", "experts_implementation")
+    edit_config(folder, **dict.fromkeys(names, "someone/kernel"), return_dict=False)
+    model: Any = open_model(folder)
+    assert model.config._attn_implementation == "sdpa"
+    assert model(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.shape[:2] == (1, 2)
+
+
+def test_links_among_chat_templates_are_not_followed(compressed: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (compressed / "additional_chat_templates").mkdir()
+    (compressed / "additional_chat_templates" / "a.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"a\.jinja' is a link"):
+        open_model(compressed)
 
 
 @pytest.mark.parametrize("rate", [-0.5, 1.5, math.nan])
@@ -210,11 +240,22 @@ def header(name: str, dtype: str, shape: list[int], offsets: list[int], size: in
         header("a", "F32", [1], [4, 2**62]),
         header("a", "F32", [2**62, 2**62], [4, 8]),
         header("a", "F32", [-1], [4, 8]),
+        header("a", "F32", [0, 2**63 + 1], [4, 4], size=4),
         header("a", "X7", [1], [4, 8]),
         b"\xff" * 64,
         b"",
     ],
-    ids=["size", "overlap", "offset", "overflow", "negative", "dtype", "noise", "empty"],
+    ids=[
+        "size",
+        "overlap",
+        "offset",
+        "overflow",
+        "negative",
+        "beside a zero",
+        "dtype",
+        "noise",
+        "empty",
+    ],
 )
 def test_a_hostile_header_is_refused(data: bytes, compressed: Path) -> None:
     (compressed / "model.safetensors").write_bytes(data)

@@ -77,5 +77,5 @@ def test_a_file_that_is_missing_is_empty_and_one_that_cannot_be_read_an_error(
     tmp_path: Path,
 ) -> None:
     assert read_events(tmp_path / "nothing") == ([], 0)
-    with pytest.raises(RunError, match="cannot be read: Is a directory; leave this run out"):
+    with pytest.raises(RunError, match="cannot be read: it is not a file; leave this run out"):
         read_events(tmp_path)

@@ -111,6 +111,17 @@ def test_examples_that_end_with_another_token_than_the_model_are_named(
     assert "eos_token_id" not in caplog.text
 
 
+def test_settings_that_cannot_generate_text_leave_out_the_sample_and_write_the_model(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(place / "pruned", folder)
+    (folder / "generation_config.json").write_text('{"stop_strings": ["x"]}')
+    train(settings(place, model=str(folder), steps=1), tmp_path / "run")
+    assert "no sample: the model cannot generate text: " in caplog.text
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
 # What a run computes
 
 

@@ -14,6 +14,7 @@ import torch
 from samo.checkpoint.manifest import NAME, encode_manifest
 from samo.errors import CheckpointError, RunError
 from samo.train import run_state
+from samo.train.events import read_events
 from samo.train.trainer import resume
 from tests.train.helpers import recorded
 
@@ -70,6 +71,19 @@ def test_sizes_are_compared_with_the_files_before_a_model_takes_memory(run: Path
     assert "does not fit: 'blocks.0.attention.out.bias' has shape (32,)" in said[1]
     assert "--context must be 1 or more and less than 2,147,483,648" in said[3]
     assert "does not fit: 'blocks." in said[5]
+
+
+def test_a_draft_that_is_a_link_is_not_written_through(run: Path, tmp_path: Path) -> None:
+    (run / ".draft").symlink_to(tmp_path)
+    with pytest.raises(RunError, match=r"\.draft' is a link, a pipe or a device"):
+        resume(run)
+    (run / ".draft").unlink()
+
+
+def test_metrics_are_not_read_without_a_limit(run: Path) -> None:
+    os.truncate(run / "metrics.jsonl", 2**40)
+    with pytest.raises(RunError, match=r"metrics.jsonl' cannot be read: it has more than"):
+        read_events(run / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "checkpoints"])

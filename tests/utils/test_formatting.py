@@ -48,6 +48,8 @@ def test_what_is_not_known_is_a_dash(write: str) -> None:
 
 def test_plain_text_has_nothing_that_breaks_a_file() -> None:
     assert formatting.plain("a\x00\x1b[1m\ud800b\r\n\tc\u00e9") == "a??[1m?b\n\tc\u00e9"
+    assert formatting.plain("a\u202eb\u2066c\u2069") == "a?b?c?"  # would turn what follows
+    assert formatting.plain(family := "\U0001f468\u200d\U0001f469") == family
 
 
 def test_shortened_text_keeps_both_ends_and_its_length() -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from samo.errors import RunError, first_words
 from samo.mask.masks import Masks
 from samo.report.runs import Run
-from samo.train.rank_group import is_out_of_memory
+from samo.utils.environment import is_out_of_memory
 from samo.utils.formatting import count, percent, plain, shortened
 
 _NUMBER: Final = re.compile(r"\.\d+(?=\.)")
@@ -104,7 +104,7 @@ def group_table(
     for name in sorted(groups, key=_natural):
         group = groups[name]
         ends = [percent(end(t.sparsity for t in group)) for end in (min, max)]
-        whole = percent(1 - _kept(group) / sum(t.numel for t in group))
+        whole = percent(1 - _kept(group) / max(sum(t.numel for t in group), 1))
         spread = whole if ends[0] == ends[1] else f"{whole} ({ends[0]} to {ends[1]})"
         cells = *_counts(group), spread
         if rows and rows[-1][1] == cells and _stem(rows[-1][0][0]) == _stem(name) != name:
@@ -143,7 +143,7 @@ def _counts(group: Sequence[Pruned]) -> tuple[str, str, str]:
 def _natural(name: str) -> list[str | int]:
     """Return what sorts names with numbers as people do: layers.2 before layers.10."""
     parts: list[str | int] = [*re.split(r"(\d+)", name)]
-    parts[1::2] = map(int, parts[1::2])
+    parts[1::2] = [int(str(digits)[:20]) for digits in parts[1::2]]  # a stranger's may be long
     return parts
 
 

@@ -170,7 +170,7 @@ def _model(path: Path, found: FolderFacts) -> Page:
     pruned = f"nothing; choose what to keep with: {prune_command(path)}"
     tables = []
     if found.pruned:
-        share = f"{percent(1 - kept / prunable)} of {count(prunable)}"
+        share = f"{percent(1 - kept / max(prunable, 1))} of {count(prunable)}"
         pruned = f"{share} in {counted(len(found.pruned), 'tensor')}, by {found.masks}"
         named = [(tensor.name, tensor) for tensor in found.pruned]
         tables.append(group_table("weight", named, kind_of))

@@ -63,6 +63,7 @@ def run(command: Prune) -> int:
         masks.apply_(model)
         export(model, out, source=source.hugging_face, masks=masks)
     else:
+        _check_new(out)  # another process may have written it meanwhile
         masks.save(out)
     say(console, f"written to {out}")
     if is_folder:

@@ -80,7 +80,7 @@ def naming(file: Path, what: str) -> Iterator[None]:
     except (ImportError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic is no Exception, and an Exception nothing narrower
-        raise DataError(f"'{file}' {what}: {error}") from None
+        raise DataError(f"'{file}' {what}: {str(error) or type(error).__name__}") from None
 
 
 class FastTokenizer:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samo.errors import ConfigError
+from samo.errors import CheckpointError, ConfigError, SamoError, first_words
 from samo.integrations import folder_files
 from samo.integrations.folder_files import CONFIG, GENERATION, QUANTIZATION
 from samo.models.generate import Sampling, check_logits
+from samo.utils.environment import is_out_of_memory
 
 
 def check_model(model: nn.Module) -> None:
@@ -144,13 +145,23 @@ def sample(model: nn.Module, prompt_T: Tensor, how: Sampling, **options: Any) ->
     model.eval()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(how.seed)
-        tokens_1T: Tensor = own.generate(
-            prompt_1T,
-            attention_mask=torch.ones_like(prompt_1T),
-            generation_config=settings,
-            logits_processor=[_checked_logits],
-            **options,
-        )
+        try:
+            tokens_1T: Tensor = own.generate(
+                prompt_1T,
+                attention_mask=torch.ones_like(prompt_1T),
+                generation_config=settings,
+                logits_processor=[_checked_logits],
+                **options,
+            )
+        except SamoError:
+            raise
+        except Exception as error:  # settings of a folder can raise anything
+            if is_out_of_memory(error):
+                raise
+            raise CheckpointError(
+                f"the model cannot generate text: {first_words(error)}; see generation_config.json "
+                "in its folder"
+            ) from error
     model.train(was_training)
     return tokens_1T[0].cpu()
 

@@ -18,6 +18,9 @@ from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, GENERATION, METHOD, QUANTIZATION
 from samo.mask.masks import Masks
 
+_MAX_LABELS: Final = 2**20
+_MAX_BUFFERS: Final = 2**28
+"""Most entries of buffers that no file has, such as tables of positions."""
 _SAFE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -78,6 +81,8 @@ def from_state(
     numel = sum(sizes.get(name, value.numel()) for name, value in state.items())
     if dtype is None:
         floats = [value.dtype for value in state.values() if value.is_floating_point()]
+        if not floats:
+            raise CheckpointError(f"'{folder}' has no floating-point weights; use another copy")
         dtype = max(floats, key=lambda found: found.itemsize)
     settings = {"quant_method": METHOD, "masks": masks, **options}
     quantization = None if masks is None else settings
@@ -115,6 +120,11 @@ def _load(
             config.quantization_config = quantization
         empty = _without_memory(transformers, folder, config, num_tensors)
         needed = sum(param.numel() for param in empty.parameters())
+        if (extra := sum(buffer.numel() for buffer in empty.buffers())) > _MAX_BUFFERS:
+            raise CheckpointError(
+                f"'{folder}' cannot be read: its config.json asks for tables of {extra:,} entries, "
+                f"such as of positions, and samo makes up to {_MAX_BUFFERS:,}"
+            )
         if numel is not None and needed > numel:
             raise CheckpointError(
                 f"'{folder}' is not complete: its config.json is of a model of {needed:,} "
@@ -141,8 +151,14 @@ def _load(
 
 def _config(transformers: Any, folder: Path) -> Any:
     """Return the config of a folder, without how it stores its weights."""
+    labels = folder_files.read_json(folder / CONFIG).get("num_labels") or 0
+    if not isinstance(labels, int) or labels > _MAX_LABELS:  # transformers would name each of them
+        raise CheckpointError(f"'{folder / CONFIG}' is damaged: num_labels is {str(labels)[:40]}")
     config = transformers.AutoConfig.from_pretrained(folder, **_SAFE)
     vars(config).pop(QUANTIZATION, None)
+    # transformers saves neither, and would load the hub's kernels that they name: code.
+    config._attn_implementation = config._experts_implementation = None
+    config.return_dict = True  # which samo, like all training code, reads
     for name, value in vars(config.get_text_config()).items():
         # Attention would take it until the first step, and torch's error be about something else.
         is_rate = "drop" in name and isinstance(value, int | float)

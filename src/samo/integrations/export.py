@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from samo.core.compress import dense_of, masks as masks_of
@@ -219,6 +220,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         atomic_io.sync_folder(path.parent)
+    except SafetensorError as error:  # transformers writes with it: a full disk
+        raise CheckpointError(
+            f"cannot write '{path}': {error}; free some space, or choose another folder"
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"cannot write '{path}': '{error.filename or path}': {error.strerror or error}; free "

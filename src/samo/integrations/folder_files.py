@@ -53,6 +53,9 @@ TOKENIZER_FILES: Final = (
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 """The dtypes of weights, as safetensors calls them."""
 
+_TEMPLATES: Final = "additional_chat_templates"
+"""The one folder in a model folder that transformers reads."""
+
 _MAX_BYTES: Final = 2**26
 """Largest JSON file read. The index of the largest models has 10 MB."""
 
@@ -74,6 +77,8 @@ def check_entries(folder: Path) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
             mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode) and entry.name == _TEMPLATES:
+                check_entries(Path(entry.path))
             if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
                 continue
             target = Path(os.path.realpath(entry.path))  # resolve() fails on links in a circle
@@ -169,6 +174,8 @@ def read_specs(files: list[Path]) -> dict[str, Spec]:
                 if name in specs:
                     raise ValueError(f"'{name}' is also in '{specs[name].file.name}'")
                 specs[name] = Spec(header.get_dtype(), tuple(header.get_shape()), file)
+                if max(specs[name].shape, default=0) >= 2**63:  # beside a 0
+                    raise ValueError(f"'{name}' has shape {specs[name].shape}")
     return specs
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from samo.errors import CheckpointError, DataError, first_words
+from samo.errors import DataError, first_words
 from samo.integrations.causal_lm import context_of, sample
 from samo.integrations.model_tokenizer import open_tokenizer
 from samo.models.generate import Pieces, Sampling
@@ -25,13 +25,15 @@ class HuggingFaceText:
     @property
     def has_chat(self) -> bool:
         """Whether the folder says how to write a conversation."""
-        return bool(self._tokenizer.chat_template)
+        return bool(getattr(self._tokenizer, "chat_template", None))
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of a text, with those that the tokenizer puts before it."""
         try:
             found = self._tokenizer(text, return_tensors="pt", verbose=False)
-        except Exception as error:  # of the package tokenizers, which has nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the package tokenizers has nothing narrower for a panic
             raise DataError(
                 f"the tokenizer of '{self._folder}' cannot encode the text: {first_words(error)}; "
                 "copy the tokenizer's files from the model's source"
@@ -73,15 +75,7 @@ class HuggingFaceText:
             how = how._replace(max_tokens=min(how.max_tokens, self.context - len(tokens)))
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         streamer = _Streamer(Pieces(decode, write), on_token)
-        try:
-            sample(self._model, tokens, how, streamer=streamer)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # by its settings
-            if isinstance(error, RuntimeError) and "overflow" not in str(error):
-                raise  # memory may have run out
-            raise CheckpointError(
-                f"'{self._folder}' cannot generate text: {first_words(error)}; see its "
-                "generation_config.json"
-            ) from error
+        sample(self._model, tokens, how, streamer=streamer)
 
 
 class _Streamer:

@@ -318,6 +318,8 @@ def _read_checkpoint(path: Path) -> tuple[SavedTensors, Masks]:
                 f"'{path}' does not fit: its mask of '{name}' keeps {mask.kept:,} values, and it "
                 f"has {shape}"
             )
+        if not saved.specs[name].dtype.is_floating_point:
+            raise CheckpointError(f"'{path}' is damaged: '{name}' is {saved.specs[name].dtype}")
     return saved, masks
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, Protocol, dataclass_transform
 
 from samo.errors import RunError
 from samo.train.config_io import typed
+from samo.utils import untrusted
 
 Phase = Literal["dense", "samo"]
 DrawReason = Literal["dense_steps", "masks", "settled", "limit"]
@@ -200,6 +201,8 @@ class Ticked(Event):
     """Any optimizer step. For displays: not written."""
 
 
+_MAX_BYTES: Final = 2**28
+"""Largest file of events read: millions of lines."""
 _KINDS: Final = {name: kind for kind, name in NAMES.items()}
 _FIELDS: Final = {kind: typing.get_type_hints(kind) for kind in NAMES}
 
@@ -245,9 +248,9 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     """
     events, broken = [], 0
     try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
-    except OSError as error:
-        raise RunError(f"'{path}' cannot be read: {error.strerror}; leave this run out") from None
+        lines = untrusted.read_file(path, _MAX_BYTES).splitlines() if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{path}' cannot be read: {error}; leave this run out") from None
     for line in filter(bytes.strip, lines):
         try:
             event = from_json(line)

@@ -108,7 +108,7 @@ class Masking:
             step=step,
             kept=kept,
             numel=numel,
-            sparsity=1 - kept / numel,
+            sparsity=1 - kept / max(numel, 1),
             reason=reason,
             distances=bird.distances[-1] if bird is not None and bird.distances else [],
             threshold=None if bird is None else settings.threshold,

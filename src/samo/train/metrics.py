@@ -2,10 +2,11 @@
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from samo.errors import RunError
 from samo.train import events
@@ -14,6 +15,8 @@ from samo.train.events import Event, Listener
 from samo.train.finetune_config import Config
 
 _logger = logging.getLogger(__name__)
+
+_MAX_LINE: Final = 2**20
 
 
 class MetricsFile:
@@ -28,7 +31,10 @@ class MetricsFile:
         try:
             # Unbuffered: readers see every event at once, and a kill loses none.
             self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
-            self.size = self._file.read()[:size].rfind(b"\n") + 1
+            end = self._file.seek(0, os.SEEK_END)
+            end = end if size is None else min(end, size)
+            start = self._file.seek(max(end - _MAX_LINE, 0))
+            self.size = start + self._file.read(end - start).rfind(b"\n") + 1
             self._cut()
         except OSError as error:
             raise RunError(f"cannot write metrics to '{path}': {error.strerror}") from error

@@ -29,6 +29,7 @@ from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.train.config import AUTO, MeshConfig
 from samo.train.launch_env import num_ranks
 from samo.utils.collectives import backend_of
+from samo.utils.environment import is_out_of_memory
 
 Result = TypeVar("Result")
 
@@ -302,13 +303,6 @@ def rank_name(num_stages: int, size: int, rank: int) -> str:
     """Return a rank with its stage, as "rank 3 (stage 1 of 2)", if there are several."""
     stage = rank // max(size // num_stages, 1)
     return f"rank {rank}" + (f" (stage {stage} of {num_stages})" if num_stages > 1 else "")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, of a GPU or of the host."""
-    # torch's CPU allocator raises a plain RuntimeError; only its name tells it from others.
-    is_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return is_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _end_process(settings: MeshConfig, size: int, lost: tuple[int, ...], silent_s: float) -> None:

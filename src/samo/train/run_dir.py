@@ -31,7 +31,7 @@ FORMAT: Final = "samo-run"
 VERSION: Final = 1
 _NAMES: Final = (
     *("run.json", "metrics.jsonl", "report.html"),
-    *("checkpoints", "data", "tensorboard", "last", "best", "hugging-face", "model"),
+    *("checkpoints", "data", "tensorboard", "last", "best", "hugging-face", "model", ".draft"),
 )
 _MAX_BYTES: Final = 2**24
 
@@ -113,7 +113,7 @@ class RunDir:
     def lock(self) -> None:
         """Keep other processes out until this one closes the folder or ends."""
         try:
-            with _writing(self.path):
+            with _writing(self.path, "make it writable"):
                 self._locked = self._lock.enter_context(atomic_io.locked(self.path))
         except BlockingIOError:
             raise RunError(
@@ -208,13 +208,11 @@ def free_dir(parent: Path, name: str) -> Path:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, advice: str = "choose another --out") -> Iterator[None]:
     """Turn an error of the system into one that names the folder."""
     try:
         yield
     except BlockingIOError:
         raise
     except OSError as error:
-        raise RunError(
-            f"cannot write to '{path}': {error.strerror}; choose another --out"
-        ) from None
+        raise RunError(f"cannot write to '{path}': {error.strerror}; {advice}") from None

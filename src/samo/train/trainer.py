@@ -10,6 +10,7 @@ holds: weights, moments, scaler, masks, the position in the text, the random gen
 that was killed and resumed equals one that was not.
 """
 
+import logging
 import math
 import shutil
 import time
@@ -44,6 +45,7 @@ from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
 
 _PROMPT_TOKENS: Final = 32
+_log: Final = logging.getLogger(__name__)
 _LINES_UNTIL_DIVERGED: Final = 20
 
 
@@ -370,6 +372,7 @@ class Trainer:
         line = (progress.step, progress.tokens, progress.elapsed_s)
         steps, tokens, seconds = (now - then for now, then in zip(line, self.last_line))
         self.last_line = line
+        seconds = max(seconds, 1e-9)  # a damaged elapsed_s may be too large to add to
         memory_bytes = memory_in_use(self.learner.device)
         self.report(
             events.Stepped(
@@ -470,6 +473,9 @@ class Trainer:
             with self.learner.in_eager():  # every token is a new shape
                 tokens_T = self.subject.sample(self.learner, prompt_T)
         except KeyboardInterrupt:  # everything is saved; the sample is left out
+            return
+        except CheckpointError as error:
+            _log.warning("no sample: %s", error)
             return
         if ranks.is_first:
             decode, length = self.text.tokenizer.decode, len(prompt_T)

@@ -68,3 +68,10 @@ def _total_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, of a GPU or of the host."""
+    # torch's CPU allocator raises a plain RuntimeError; only its name tells it from others.
+    is_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return is_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from typing import Final
 
 NOTHING = "-"
 """Placeholder for a missing number."""
@@ -72,11 +73,18 @@ def duration(seconds: float | None) -> str:
 
 
 def plain(text: str) -> str:
-    """Replace control characters and lone surrogates by question marks."""
+    """Replace control characters, of directions too, and lone surrogates by question marks."""
     return "".join(
-        "?" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char
+        "?" if char not in "\n\t" and _is_control(char) else char
         for char in text.replace("\r\n", "\n")
     )
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cs") or unicodedata.bidirectional(char) in _TURNS
+
+
+_TURNS: Final = frozenset(["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"])
 
 
 def shortened(text: str, length: int) -> str:

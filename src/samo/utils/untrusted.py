@@ -20,10 +20,12 @@ def check_file(path: str | os.PathLike[str]) -> os.stat_result:
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the bytes of a file; raise ValueError if it is not one, or is too large."""
-    check_file(path)
-    with open(path, "rb") as stream:
-        data = stream.read(max_bytes + 1)
-    if len(data) > max_bytes:
+    data = b""
+    size = check_file(path).st_size
+    if size <= max_bytes:
+        with open(path, "rb") as stream:
+            data = stream.read(max_bytes + 1)  # it may have grown
+    if max(size, len(data)) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
     return data
 
