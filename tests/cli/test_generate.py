@@ -282,8 +282,9 @@ def test_folders_that_do_not_fit_are_told(tmp_path: Path, type_in: Any) -> None:
     for wrong in ({"min_p": 7.0}, {"eos_token_id": 2**63}):
         (folder / "generation_config.json").write_text(json.dumps(settings | wrong))
         assert "cannot generate text: " in complaint()
-    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": []}))
-    complaint(code=0)  # nothing ends a text early
+    for fine in ({"eos_token_id": []}, {"stop_strings": ["be"]}):
+        (folder / "generation_config.json").write_text(json.dumps(settings | fine))
+        complaint(code=0)
     (folder / "masks.safetensors").unlink()
     model = open_model(folder)
     for param in model.parameters():

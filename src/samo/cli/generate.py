@@ -126,8 +126,9 @@ def _show(model: TextModel, tokens: Tensor, how: Sampling) -> str:
         end = ""
     except KeyboardInterrupt:
         end = ", stopped"
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
     num_tokens = len(times) - 1
     if not end and model.context is not None and len(tokens) + num_tokens == model.context:
         end = ", the context is full"

@@ -75,7 +75,7 @@ class HuggingFaceText:
             how = how._replace(max_tokens=min(how.max_tokens, self.context - len(tokens)))
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         streamer = _Streamer(Pieces(decode, write), on_token)
-        sample(self._model, tokens, how, streamer=streamer)
+        sample(self._model, tokens, how, streamer=streamer, tokenizer=self._tokenizer)
 
 
 class _Streamer:
