@@ -282,7 +282,7 @@ def test_folders_that_do_not_fit_are_told(tmp_path: Path, type_in: Any) -> None:
     for wrong in ({"min_p": 7.0}, {"eos_token_id": 2**63}):
         (folder / "generation_config.json").write_text(json.dumps(settings | wrong))
         assert "cannot generate text: " in complaint()
-    for fine in ({"eos_token_id": []}, {"stop_strings": ["be"]}):
+    for fine in ({"eos_token_id": list[int]()}, {"stop_strings": ["be"]}):
         (folder / "generation_config.json").write_text(json.dumps(settings | fine))
         complaint(code=0)
     (folder / "masks.safetensors").unlink()

@@ -83,6 +83,18 @@ def test_labels_of_the_axis_are_where_their_numbers_are(low: float, high: float)
     assert np.ptp(y + places) < 0.01  # SVG counts from the top
 
 
+def test_losses_over_bytes_of_a_sweep_are_drawn_where_they_are(tmp_path: Path) -> None:
+    sweep = [write_run(tmp_path / f"{p}", name=f"r{p}", sparsity=p) for p in (0.5, 0.8, 0.9)]
+    runs = read_runs(sweep)
+    points = findings.tradeoff(runs)
+    (axes,) = draw("tradeoff", points).axes
+    found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines]
+    assert found == [(held, loss) for held, loss, _ in points]
+    assert [run.label for _, _, run in points] == ["r0.9", "r0.8", "r0.5"]
+    assert findings.tradeoff_finding(runs).startswith("r0.9 holds 46.4 % less than r0.5")
+    assert not findings.tradeoff(runs[:2])
+
+
 def test_the_parts_of_a_bar_are_its_bytes(tmp_path: Path) -> None:
     found = findings.bars(read_runs([write_run(tmp_path)]))
     (axes,) = draw("memory", found).axes

@@ -115,6 +115,21 @@ def memory_figure(bars: Sequence[Bar]) -> Figure:
     return figure
 
 
+def tradeoff_figure(points: Sequence[tuple[float, float, Run]]) -> Figure:
+    """Draw the validation loss of runs over their model state."""
+    runs = [run for _, _, run in points]
+    figure, axes = _curve_figure(264, runs, "0.000")
+    for held, loss, run in points:
+        axes.plot([held], [loss], "o", color=run_colour(run.place), markersize=8)
+    axes.margins(0.08, 0.15)
+    _finish(axes, runs, "validation loss")
+    axes.set_xlim(0, 1.08 * max(held for held, _, _ in points))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda held, _: formatting.size(held)))
+    axes.set_xlabel("model state", fontsize=11)
+    _label_ends(axes, [_end_label(run, formatting.loss(loss), loss) for _, loss, run in points])
+    return figure
+
+
 def ticket_figure(run: Run) -> Figure:
     """Draw the largest distance between early-bird's last masks over steps."""
     looks = [look for look in run.observations if look.largest is not None]

@@ -304,6 +304,24 @@ def memory_finding(runs: Sequence[Run]) -> str:
     return f"{listed(names)} {verb} {size(least)}{_where(run)}, dense training {size(dense)}"
 
 
+def tradeoff(runs: Sequence[Run]) -> list[tuple[float, float, Run]]:
+    """Return bytes and validation loss of a sweep; empty if fewer than three runs compare."""
+    found = [
+        (r.state.measured_bytes, r.last_eval.valid_loss, r) for r in runs if r.state and r.last_eval
+    ]
+    is_sweep = len({size(held) for held, _, _ in found}) > 2 and not differ(runs, DATA)
+    return sorted(found, key=lambda point: point[0]) if is_sweep else []
+
+
+def tradeoff_finding(runs: Sequence[Run]) -> str:
+    """Say what the run with the least state saves, and what it costs."""
+    (small, low, least), *_, (large, high, most) = tradeoff(runs)
+    less = f"{least.label} holds {percent(1 - small / large)} less than {most.label}"
+    if abs(low - high) <= _SAME_LOSS * abs(high):
+        return f"{less}; their losses are within {loss(abs(low - high))}"
+    return f"{less}, and its loss is {loss(abs(low - high))} {'higher' if low > high else 'lower'}"
+
+
 def throughput_finding(runs: Sequence[Run]) -> str:
     """Say what the throughput curves show."""
     rates = [rate for run in runs if math.isfinite(rate := tokens_per_s(run))]
