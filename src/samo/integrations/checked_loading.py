@@ -162,7 +162,8 @@ def _config(transformers: Any, folder: Path) -> Any:
     for name, value in vars(config.get_text_config()).items():
         # Attention would take it until the first step, and torch's error be about something else.
         is_rate = "drop" in name and isinstance(value, int | float)
-        if is_rate and not 0 <= value <= 1:
+        is_missing = "drop" in name and value is None and name != "classifier_dropout"
+        if is_missing or (is_rate and not 0 <= value <= 1):
             raise CheckpointError(
                 f"'{folder / CONFIG}' is damaged: {name} must be between 0 and 1, got {value!r}"
             )

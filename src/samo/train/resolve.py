@@ -173,8 +173,9 @@ def resolve_resumed(recorded: Config, wanted: Config) -> Config:
                     f"a resumed run keeps its settings, and {flag(entry.name)} was {was}, not "
                     f"{value}; leave it out, or start a new run"
                 )
-    dense = 0 if isinstance(recorded, FinetuneConfig) else recorded.prune.dense_steps
-    if (steps := sections["run"].steps) <= dense:
+    dense: Any = 0 if isinstance(recorded, FinetuneConfig) else recorded.prune.dense_steps
+    steps = sections["run"].steps
+    if dense != AUTO and steps != AUTO and steps <= dense:
         raise ConfigError(
             f"--steps {steps:,} ends in the run's dense phase of {counted(dense, 'step')}, which "
             "it keeps; raise it, or leave it out"
