@@ -449,6 +449,40 @@ def test_a_compressed_checkpoint_fills_a_dense_model_with_zeros_between(
     assert int((dense.body.weight == 0).sum()) == 108
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_channels_last_training_resumes_bit_for_bit(make: Any, fused: bool, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        model = model.to(memory_format=torch.channels_last)
+        samo.compress_(model, samo.prune(model, 0.5, skip="0.*"))
+        more = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        return model, make(model.parameters(), lr=0.1, fused=fused, **more)
+
+    def train(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    one, two = build(), build()
+    train(*one)
+    samo.save(tmp_path, *one)
+    samo.load(tmp_path, *two)
+    train(*one)
+    train(*two)
+    assert all(map(torch.equal, one[0].parameters(), two[0].parameters()))
+
+
+def test_one_optimizer_is_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    opts: Any = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    with pytest.raises(TypeError, match="opt must be one optimizer, got list"):
+        samo.save(tmp_path, model, opts)
+
+
 def test_a_checkpoint_of_compiled_code_has_the_names_of_the_module(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     samo.compress_(model, samo.prune(model, 0.5))

@@ -395,6 +395,7 @@ def other_ways_in_and_out(rank: int, num_ranks: int) -> dict[str, Any]:
         opt.step,
         lambda: samo.decompress_(model),
         lambda: samo.remap_(model, masks()),
+        lambda: samo.GradualPruning(model, opt, 0.9, start=0, stop=1, every=1),
         lambda: parallelize_module(
             build(), init_device_mesh("cpu", (num_ranks,)), {"first": ColwiseParallel()}
         ),
@@ -428,11 +429,14 @@ def test_other_ways_in_and_out() -> None:
     wanted = samo.dense_state_dict(model)
     for found in run_ranks(2, other_ways_in_and_out):
         check_close(found["dense"], wanted, "dense")
-        too_early, no_way_back, no_remap, no_columns, *too_late, masks_differ = found["refused"]
+        too_early, no_way_back, no_remap, no_move, no_columns, *too_late, masks_differ = found[
+            "refused"
+        ]
         assert "AdamW was built before decompress_ or fully_shard" in too_early
         assert "'first.weight' is sharded over 2 ranks" in no_way_back
         assert "samo.dense_state_dict(model)" in no_way_back
         assert "change them before fully_shard" in no_remap
+        assert "change them before fully_shard" in no_move
         assert "'first.weight' is compressed and has no rows or columns" in no_columns
         assert all("compress the model before it is sharded" in error for error in too_late)
         assert "the mask of 'weight' is not the same on rank" in masks_differ

@@ -234,6 +234,23 @@ def test_state_that_cannot_be_moved_is_refused() -> None:
     assert masks_in(model) == masks
 
 
+def test_state_that_lbfgs_keeps_with_another_parameter_is_refused() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = model(torch.eye(8)).square().sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    for passed, message in ((opt, r"LBFGS keeps '\w+' of .* for '1.weight'"), (None, "not passed")):
+        with pytest.raises(samo.CompressionError, match=message):
+            samo.remap_(model, samo.prune(model, 0.75), passed)
+
+
 @pytest.mark.parametrize("kind", ["fp32", "sgd"])
 def test_an_optimizer_that_was_left_out_is_refused_until_it_is_gone(kind: str) -> None:
     model, opt = trained(kind, random_masks(0, (0.5, 0.5)))
@@ -335,10 +352,11 @@ def test_state_that_does_not_begin_at_zero_begins_where_it_does(
     [
         samo.AdamW,
         torch.optim.Adagrad,
+        torch.optim.RMSprop,
         lambda params: torch.optim.AdamW(params, foreach=True),
         lambda params: torch.optim.AdamW(params, fused=True),
     ],
-    ids=["samo", "Adagrad", "foreach", "fused"],
+    ids=["samo", "Adagrad", "RMSprop", "foreach", "fused"],
 )
 def test_loaded_state_of_another_length_is_noticed_at_the_next_step(make: Any) -> None:
     model = compressed()

@@ -151,6 +151,14 @@ def test_several_optimizers_are_one_account() -> None:
     assert account.dense_bytes == (16 + 20) * 4160
 
 
+def test_a_sparse_gradient_is_counted() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8))
+    samo.compress_(model, samo.prune(model, 0.5))
+    model(torch.tensor([1, 2])).sum().backward()
+    account = samo.ledger(model)
+    assert account.unpruned.measured["gradients"] == 2 * 8 + 2 * 8 * 4 + 8 * 4
+
+
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)

@@ -169,6 +169,22 @@ def inputs(rank: int, is_odd: bool) -> Tensor:
     return torch.tensor([rank if is_odd else 2 * rank, 3])
 
 
+def tied(mesh: Any, *, is_frozen: bool) -> float:
+    """Train with an embedding tied to the head, frozen or with sparse gradients."""
+    torch.manual_seed(0)
+    rows, head = nn.Embedding(10, 8, sparse=not is_frozen), nn.Linear(8, 10, bias=False)
+    head.weight = rows.weight
+    rows.weight.requires_grad_(not is_frozen)
+    before, x = rows.weight.detach().clone(), torch.arange(6)
+    layers = [rows, nn.Linear(8, 8), nn.Tanh(), head]
+    with samo.Pipeline(layers, F.cross_entropy, mesh, 2, timeout_s=TIMEOUT) as pipeline:
+        opt = torch.optim.AdamW(pipeline.module.parameters(), lr=0.1, weight_decay=0.5)
+        pipeline.step(x, target=x)
+        opt.step()
+        changes = [p - before for p in pipeline.module.parameters() if p.shape == before.shape]
+    return float(changes[0].detach().abs().max())
+
+
 def uneven(mesh: Any, rank: int, is_odd: bool) -> dict[str, Tensor | None]:
     """Return the gradients of replicas of which one may not use all layers."""
     torch.manual_seed(0)
@@ -212,6 +228,7 @@ def work(rank: int, num_ranks: int) -> dict[Any, Any]:
         "sparse": [sparse(mesh, factor) for factor in (1.0, math.nan)],
         "not finite": [not_finite(mesh, bad) for bad in (0, 1)],
         "written": written(mesh, rank),
+        "tied": [tied(mesh, is_frozen=is_frozen) for is_frozen in (True, False)],
         "uneven": [uneven(samo.mesh(data=2), rank, is_odd) for is_odd in (True, False)],
         "masks": other_masks(samo.mesh(data=2), rank),
     }
@@ -258,6 +275,12 @@ def test_a_sparse_gradient_is_that_of_one_process_or_not_finite_as_all_others(st
         for name, grad in good.items():
             assert torch.equal(grad, model.get_parameter(name).grad.to_dense()), name
         assert all(grad.isnan().any() for grad in bad.values())
+
+
+def test_a_tied_weight_may_be_frozen_or_have_sparse_gradients(stages) -> None:
+    for results in stages:
+        frozen, trained = results["tied"]
+        assert frozen == 0 < trained
 
 
 def one_process(is_compressed: bool, seed: int) -> nn.Module:
@@ -345,6 +368,14 @@ def test_a_micro_batch_without_targets_counts_for_nothing(dtype: torch.dtype) ->
     torch.testing.assert_close(loss, wanted.detach(), rtol=off, atol=off)
     torch.testing.assert_close(grad, model[0].weight.grad, rtol=off, atol=off)
     assert pipeline.eval(x, target=torch.full((6,), -100)).isnan()  # as torch's mean over nothing
+
+
+def test_targets_of_bytes_have_no_label_to_ignore() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 200)), torch.randn(4, 4, requires_grad=True)
+    y = torch.tensor([156, 156, 3, 4], dtype=torch.uint8)  # -100 as a byte is 156
+    pipeline = samo.Pipeline(copy.deepcopy(model), F.cross_entropy, None, 2)
+    torch.testing.assert_close(pipeline.step(x, target=y), F.cross_entropy(model(x), y).detach())
+    assert x.grad is not None  # and no warning of the parts of it
 
 
 @pytest.mark.parametrize("error", [samo.CompressionError(), torch.OutOfMemoryError()])

@@ -309,6 +309,48 @@ def test_inputs_that_are_always_zero_are_pruned_first() -> None:
         assert model.layers[0].weight.isfinite().all()
 
 
+class Mixer(nn.Module):
+    """Its first layer gets inputs that are not contiguous, and multiplies an expanded weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.across, self.along = nn.Linear(10, 10), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.along(x + self.across(x.mT).mT)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        attention = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.ModuleList([Mixer(), attention])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_inputs_of_any_strides_and_attention_of_torch_are_seen(
+    method: Any, needs_grad: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Mixed().requires_grad_(needs_grad)
+    data = [torch.randn(3, 10, 32) for _ in range(2)]
+    scores = model.layers[0].across.weight.detach().abs()  # type: ignore[union-attr, operator]
+    scores = scores * torch.cat(data).mT.flatten(0, 1).norm(dim=0)
+    masks = prune(model, 0.5, method=method, calibration=data)
+    assert len(masks) == 6
+    if method == "wanda":
+        kept = torch.zeros_like(scores, dtype=torch.bool)
+        kept.scatter_(1, scores.topk(5, dim=1).indices, True)
+        assert torch.equal(masks["layers.0.across.weight"].to_bool(), kept)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 # On a GPU
 
 

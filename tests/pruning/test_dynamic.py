@@ -297,6 +297,27 @@ def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_larg
     assert not growth.scores.isfinite().all()
 
 
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_micro_batches_without_a_gradient_of_kept_entries_count(weights: Any) -> None:
+    found = []
+    for order in ((0, 1), (1, 0)):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        keep = (torch.arange(4) == 0).expand(4, 4)
+        samo.compress_(model, samo.Masks({"0.weight": samo.Mask.from_bool(keep)}), weights=weights)
+        opt = samo.AdamW(model.parameters())
+        moving = samo.DynamicSparse(
+            model, opt, grow="gradient", every=1, stop=10, drop=0.5, candidates=None
+        )
+        batches = torch.tensor([[0.0, 10.0, 0.0, 0.0], [1e-3, 0.0, 1.0, 0.0]])
+        for number in order:
+            model(batches[number : number + 1]).sum().backward()
+        opt.step()
+        masks = moving.step()
+        assert masks is not None
+        found.append(masks["0.weight"].to_bool().any(0).tolist())
+    assert found == [[True, True, False, False]] * 2
+
+
 def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradient() -> None:
     model = build()
     weight = weights_of(model)["0.weight"]

@@ -109,6 +109,15 @@ def test_masks_of_norms_stay_as_they_are() -> None:
     assert masks["0.weight"].kept == 410
 
 
+def test_masked_lstms_and_embeddings_are_pruned_too() -> None:
+    model = nn.ModuleDict({"rows": nn.Embedding(32, 8), "lstm": nn.LSTM(8, 8)})
+    samo.compress_(model, samo.prune(model, rules={"rows.weight": 0.5, "lstm.weight_*": 0.5}))
+    opt = samo.AdamW(model.parameters())
+    masks = samo.GradualPruning(model, opt, 0.75, start=0, stop=1, every=1).step()
+    assert masks is not None
+    assert {mask.sparsity for mask in masks.values()} == {0.75}
+
+
 # What the weights are
 
 

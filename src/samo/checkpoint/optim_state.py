@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from samo.checkpoint import json_values
@@ -28,20 +27,18 @@ from samo.checkpoint.reader import Checkpoint
 from samo.checkpoint.tensors import name_tensors, rows_of
 from samo.core.adamw import AdamW, check_counts, state_layout
 from samo.core.shards import local_of
+from samo.core.step_hooks import SHAPED
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 from samo.utils.validation import finite_number
-
-_SHAPED: Final = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
-)
-"""State with the parameter's shape, which fused kernels do not check."""
 
 
 class OptimizerState:
     """What of an optimizer is saved and loaded."""
 
     def __init__(self, opt: Optimizer, model: ModelState) -> None:
+        if not isinstance(opt, Optimizer):
+            raise TypeError(f"opt must be one optimizer, got {type(opt).__name__}")
         self.opt: Final = opt
         # The optimizer, or the one that it shards over ranks, as ZeroRedundancyOptimizer does.
         self.kind: Final[Optimizer] = getattr(opt, "optim", opt)
@@ -184,7 +181,7 @@ class OptimizerState:
         torch's, what is usual.
         """
         shape = tuple(param.shape)
-        usual = {key: (spec[0], shape) for key, spec in held.items() if key in _SHAPED and spec}
+        usual = {key: (spec[0], shape) for key, spec in held.items() if key in SHAPED and spec}
         if not type(self.kind).__module__.startswith("torch.optim."):
             return usual
         probe = torch.empty(shape, dtype=param.dtype, device="meta", requires_grad=True)
@@ -214,11 +211,13 @@ class OptimizerState:
             undo.callback(_restore, opt, dict(vars(opt)), before, [*map(copy, opt.param_groups)])
 
         def read(like: Tensor, name: str) -> Tensor:
-            if isinstance(like, DTensor) and saved.optimizer.specs[name].shape == like.shape:
-                found = torch.empty_like(like, dtype=saved.optimizer.specs[name].dtype)
-                local_of(found).copy_(saved.optimizer.read(name, rows_of(like)))
-                return found
-            return saved.optimizer.read(name).to(like.device, copy=True)
+            spec = saved.optimizer.specs[name]
+            if spec.shape != tuple(like.shape):
+                return saved.optimizer.read(name).to(like.device, copy=True)
+            # With the parameter's shards, and its strides, on which torch's fused kernels rely.
+            found = torch.empty_like(like, dtype=spec.dtype, requires_grad=False)
+            local_of(found).copy_(saved.optimizer.read(name, rows_of(like)))
+            return found
 
         theirs = _settings_by_name(entry)
         groups: list[dict[str, Any]] = []

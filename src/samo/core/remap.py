@@ -179,7 +179,7 @@ def _plan(model: nn.Module, masks: Masks, optimizers: list[Optimizer]) -> list[_
         if weight.mask is None or weight.mask == mask:
             continue
         _check_passed(name, weight, optimizers)
-        holding = [opt for opt in optimizers if opt.state.get(weight.values)]
+        holding = [opt for opt in optimizers if _state_of(opt, weight)]
         for opt in holding:
             _check_state(name, weight, opt)
         added = _initial_state(weight, mask.kept - mask.common(weight.mask), holding)
@@ -209,9 +209,17 @@ def _masks_by_weight(model: nn.Module, masks: Masks) -> dict[str, tuple[Weight, 
     return found
 
 
+def _state_of(opt: Optimizer, weight: Weight) -> dict[str, Any]:
+    """Return what an optimizer keeps for a weight; LBFGS keeps that of all with the first."""
+    params = [param for group in opt.param_groups for param in group["params"]]
+    is_shared = isinstance(opt, torch.optim.LBFGS) and any(p is weight.values for p in params)
+    found: dict[str, Any] = opt.state.get(params[0] if is_shared else weight.values) or {}
+    return found
+
+
 def _check_passed(name: str, weight: Weight, optimizers: list[Optimizer]) -> None:
     for opt in STEPPED:
-        if opt.state.get(weight.values) and not any(opt.state is one.state for one in optimizers):
+        if _state_of(opt, weight) and not any(opt.state is one.state for one in optimizers):
             raise CompressionError(
                 f"an optimizer ({type(opt).__name__}) that was not passed has state for '{name}'; "
                 "pass it to samo.remap_(model, masks, opt), or call its state.clear()"
@@ -220,7 +228,7 @@ def _check_passed(name: str, weight: Weight, optimizers: list[Optimizer]) -> Non
 
 def _check_state(name: str, weight: Weight, opt: Optimizer) -> None:
     """Check that state has an entry for each kept one, or one for all."""
-    for key, value in opt.state[weight.values].items():
+    for key, value in _state_of(opt, weight).items():
         is_known = value is None or isinstance(value, int | float | str)
         if isinstance(value, Tensor):
             is_known = value.dim() == 0 or value.shape == (weight.kept,) or key in _SCALES

@@ -20,6 +20,13 @@ STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 """Optimizers that have made a step: their state must follow when masks change."""
 
 
+SHAPED: Final = (
+    *("exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "sum"),
+    *("acc_delta", "grad_avg", "square_avg"),
+)
+"""State with the parameter's shape, which fused kernels do not check."""
+
+
 def _weights_of(opt: Optimizer) -> list[Weight]:
     found = (weight_of(param) for group in opt.param_groups for param in group["params"])
     return [weight for weight in found if weight is not None]
@@ -73,7 +80,7 @@ def _check_in_use(opt: Optimizer, param: Tensor) -> None:
 
 def _check_lengths(opt: Optimizer, weight: Weight) -> None:
     """Check state that was loaded before `samo.remap_`: torch would write past its end."""
-    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum"):
+    for key in SHAPED:
         found = (opt.state.get(weight.values) or {}).get(key)
         if isinstance(found, Tensor) and found.shape != weight.values.shape:
             STEPPED.discard(opt)

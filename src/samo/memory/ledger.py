@@ -198,6 +198,8 @@ class _Meter:
         """Return the bytes of a tensor's storage, or 0 if it is counted already."""
         if tensor is None or tensor.is_meta:
             return 0
+        if tensor.is_sparse:  # the gradient of an embedding
+            return self.count(tensor._indices()) + self.count(tensor._values())
         storage = local_of(tensor).untyped_storage()
         if storage.data_ptr() in self._seen:
             return 0
@@ -206,6 +208,8 @@ class _Meter:
 
     def count_view(self, tensor: Tensor | None) -> int:
         """Return the bytes of a view of a storage that several may share, as DDP's buckets."""
+        if tensor is not None and tensor.is_sparse:
+            return self.count(tensor)
         nbytes = 0 if tensor is None or tensor.is_meta else local_of(tensor).nbytes
         self.shared_bytes += self.count(tensor) - nbytes
         return nbytes

@@ -47,7 +47,7 @@ def loss_weights(
     first = targets[0][0]
     if reduction == "sum":
         return lambda: [1.0] * len(targets)
-    if first.is_floating_point() or first.dtype == torch.bool:
+    if first.is_floating_point() or not first.dtype.is_signed:  # as uint8, -100 would be 156
         return partial(_shares, torch.tensor([target[0].numel() for target in targets]))
     counts = torch.stack([(target[0] != IGNORE_INDEX).sum() for target in targets])
     if not counts.is_cuda:

@@ -44,7 +44,7 @@ class Pipeline:
     optimizer is the caller's, over the parameters of ``pipeline.module``, which holds this rank's
     layers under the names they have in the whole model, compressed or not. Losses, gradients and
     updates are those of one process that computes the same micro-batches in sequence, bit for bit
-    on a CPU.
+    on a CPU; but gradients of a weight tied over ranks are added up in another order.
 
     If the mesh has a dimension "data" too, each stage has replicas: they start with the values of
     the first, compute batches of their own, and average their gradients.

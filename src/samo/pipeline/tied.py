@@ -43,10 +43,13 @@ class TiedWeight:
     def all_reduce(self, module: nn.Module, wait: Wait) -> None:
         """Sum the gradient over the ranks."""
         param = self._param(module)
-        if param.grad is None:
-            param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-        param.grad = param.grad.contiguous()
-        wait(self._group.allreduce([param.grad]))
+        grad = param.grad
+        if grad is None:
+            grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        grad = grad.to_dense().contiguous()
+        wait(self._group.allreduce([grad]))
+        if param.requires_grad:  # or weight decay would change a frozen one
+            param.grad = grad
 
     def digest(self, module: nn.Module) -> int | None:
         """Return a number that tells masks apart, 0 for a dense weight, None on other ranks."""

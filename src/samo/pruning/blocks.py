@@ -153,16 +153,22 @@ def _replaced(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout, and the cache of keys and values, which nothing would read."""
+    """Turn off dropout, and the cache of keys and values, which nothing would read.
+
+    And the fast path of `nn.MultiheadAttention`, one operator that hides the products in it.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    has_fast_path = torch.backends.mha.get_fastpath_enabled()
     config = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     if use_cache:
         config.use_cache = False  # type: ignore[union-attr]
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(has_fast_path)
         if use_cache:
             config.use_cache = use_cache  # type: ignore[union-attr]
         for module, mode in modes:

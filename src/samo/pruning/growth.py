@@ -58,6 +58,7 @@ class Growth:
     group: dist.ProcessGroup | None = None
     _found: _Found | None = None
     _pass: int = -1
+    _is_zero: bool = False  # whether the summed gradients of the kept entries are all 0
 
     def __post_init__(self) -> None:
         reference = weakref.ref(self)
@@ -79,17 +80,18 @@ class Growth:
         """Take a dense gradient: the first of a sum, or a further part of it."""
         mask, sum_so_far = self.weight.mask, self.weight.values.grad
         assert mask is not None  # only weights with a mask are watched
+        is_zero = not bool(self._at(grad, mask).any())
         grad = self._all_reduce(grad)
         # A discarded gradient, set to None or to 0, starts a new sum. A streamed weight reports
         # each use in a backward pass by itself, and its sum is there only at the end: the id of the
         # pass tells its uses from a new sum.
         last_pass, self._pass = self._pass, torch._C._current_graph_task_id()
-        is_empty = sum_so_far is None or not bool(sum_so_far.any())
+        is_empty = sum_so_far is None or not (self._is_zero or bool(sum_so_far.any()))
         is_first = is_empty and (self._pass == -1 or self._pass != last_pass)
         if is_first or self._found is None or self._found.mask is not mask:
-            self._found = self._first(mask, grad)
+            self._found, self._is_zero = self._first(mask, grad), is_zero
         else:
-            self._found = self._sum(grad, self._found)
+            self._found, self._is_zero = self._sum(grad, self._found), is_zero and self._is_zero
 
     def decide(self) -> Mask | None:
         """Return the new mask, or None if there was no gradient since the mask last changed."""

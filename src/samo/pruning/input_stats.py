@@ -75,7 +75,10 @@ class Inputs:
             dtype = torch.promote_types(self.weight.dtype, torch.float32)
             self.moments = torch.zeros(shape, dtype=dtype, device=self.weight.device)
             self.tokens = [0] * count
-        for place, row in enumerate(rows, first):
+        # A linear layer multiplies inputs that are not contiguous with a weight expanded over them.
+        is_expanded = operand.dim() == 3 and operand.stride(0) == 0
+        for number, row in enumerate(rows):
+            place = first if is_expanded else first + number
             x = row.to(self.moments.dtype)
             self.tokens[place] += len(x)
             if self.with_products:
@@ -110,7 +113,7 @@ class Inputs:
         layout = (*operand.shape[-2:], *operand.stride()[-2:])
         is_linear = layout == (columns, rows, 1, columns)
         is_transposed = layout == (rows, columns, columns, 1)
-        is_whole = operand.dim() == 2 or operand.stride(0) == rows * columns
+        is_whole = operand.dim() == 2 or operand.stride(0) in (0, rows * columns)
         known = self.moments is None or self.is_transposed == is_transposed
         if rest or not is_whole or not (is_linear or is_transposed) or not known:
             raise ValueError(

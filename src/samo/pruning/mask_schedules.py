@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samo.core.compress import masks
+from samo.core.compress import check_not_sharded, masks
 from samo.core.modules import named_weights
 from samo.core.rank_checks import group_of
 from samo.core.remap import remap_
@@ -17,7 +17,6 @@ from samo.core.weight import Weight
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
-from samo.mask.prunable import matrices
 from samo.pruning.growth import Growth, grow_largest, prune_to
 from samo.pruning.scope import check_choice
 from samo.pruning.topk import equal_values
@@ -47,6 +46,7 @@ class MaskSchedule:
         settings: Mapping[str, Any],
     ) -> None:
         check_model(model)
+        check_not_sharded(model, "its masks can no longer change", "change them before fully_shard")
         self._model: Final = model
         self._optimizers: Final = optimizers_of(opt)
         self._seed = whole_number("seed", seed)
@@ -99,12 +99,10 @@ class MaskSchedule:
         """Return the weights whose masks may change now, by name."""
         groups = [group for opt in self._optimizers for group in opt.param_groups]
         trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        trained &= {id(named[name]) for name in matrices(self._model)}
         return {
             name: weight
             for name, weight in named_weights(self._model)
-            if weight.mask is not None and id(weight.values) in trained
+            if weight.mask is not None and len(weight.shape) > 1 and id(weight.values) in trained
         }
 
 
