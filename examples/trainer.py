@@ -27,7 +27,7 @@ def trainer(steps: int) -> Trainer:
     model = LlamaForCausalLM(dense.config)
     model.load_state_dict(dense.state_dict())
     samo.compress_(model, masks)  # with the same masks when it resumes
-    # Trainer would decay parameters by their number of dimensions, and values have one.
+    # TrainingArguments' own learning rate and weight decay have no effect beside an optimizer.
     opt = samo.AdamW(samo.param_groups(model, lr=3e-3, weight_decay=0.1))
     settings = TrainingArguments(
         folder, max_steps=steps, save_steps=20, per_device_train_batch_size=8, report_to=[],

@@ -206,7 +206,7 @@ def test_a_prompt_is_what_comes_before_the_first_answer() -> None:
 
 
 def test_a_single_example_cannot_be_split() -> None:
-    with pytest.raises(DataError, match="1 examples are too few to hold back 1 for validation"):
+    with pytest.raises(DataError, match="with 1 example the data is too small to hold back 1 for"):
         examples_of([(1, 2)]).split(0.1)
 
 

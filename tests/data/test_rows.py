@@ -68,6 +68,8 @@ def test_an_assistant_may_call_a_tool(tmp_path: Path) -> None:
         ("{}", "it has nothing; a row has 'text'"),
         ('{"Text": "be", "id": 1}', "it has 'Text', 'id'; a row has 'text', 'prompt' and"),
         ('{"prompt": "be"}', "it has 'prompt'; a row has"),
+        ('{"conversations": []}', "it has 'conversations'; rename it to 'messages'"),
+        ('{"instruction": "be"}', "it has 'instruction'; rename 'instruction' to 'prompt'"),
         ('{"text": null}', "it has nothing"),
         ('{"text": 7}', "'text' is a number; it must be a string"),
         ('{"text": true}', "'text' is of type bool; it must be"),

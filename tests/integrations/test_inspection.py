@@ -131,7 +131,7 @@ def test_json_has_the_numbers_of_a_count_by_hand(
         "name": "model.layers.0.self_attn.q_proj.weight", "shape": [32, 32], "dtype": "float32",
         "kept": 512, "num_bytes": 4096, "numel": 1024, "sparsity": 0.5,
     }  # fmt: skip
-    assert found["on_the_disk"] == (tmp_path / "model.safetensors").stat().st_size
+    assert found["on_disk"] == (tmp_path / "model.safetensors").stat().st_size
 
 
 def test_the_page_has_kinds_of_weights_and_layers(

@@ -120,7 +120,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generate:
-    """Let a model continue a text, or chat with it."""
+    """Generate text from a model, or chat with it."""
 
     model: Positional[Path]
     """A run folder, a checkpoint of a run, or a Hugging Face folder, dense or compressed."""
@@ -129,7 +129,7 @@ class Generate:
     chat: bool = False
     """Talk: one message a line, Ctrl-C stops an answer, Ctrl-D ends."""
     max_tokens: Count = 200
-    """Most tokens of an answer."""
+    """Maximum number of new tokens."""
     temperature: Amount = 0.8
     """Below 1, likely tokens become likelier still; 0 always takes the likeliest."""
     top_p: Annotated[float, Range(1e-9, 1 + 1e-9)] = 0.95

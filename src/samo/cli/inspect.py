@@ -120,7 +120,7 @@ def _run(path: Path, *, verify: bool) -> Page:
         "mode": ", ".join(filter(None, [run.mode, run.dtype, findings.ranks(run)])),
         "parameters": (count(run.num_params), run.num_params),
         "tokens per second": (count(rate), rate),
-        "time of training": (duration(run.elapsed_s), run.elapsed_s),
+        "training time": (duration(run.elapsed_s), run.elapsed_s),
     }
     if run.masks is not None:
         found["sparsity"] = findings.pruned(run), run.masks.sparsity
@@ -181,7 +181,7 @@ def _model(path: Path, found: FolderFacts) -> Page:
         "kind": (kinds, found.kind),
         "parameters": (count(numel), numel),
         "pruned": (pruned, prunable - kept),
-        "on the disk": (size(found.num_bytes), found.num_bytes),
+        "on disk": (size(found.num_bytes), found.num_bytes),
     }
     for name, needs in (("to run", found.run_bytes()), ("to train", found.train_bytes())):
         parts = "; ".join(f"{how} {size(value)}" for how, value in needs.items())

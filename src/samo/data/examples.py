@@ -23,6 +23,7 @@ from samo.data.rows import Example, check_readable, num_chars, read_examples
 from samo.data.tokenizers import Tokenizer
 from samo.data.tokens import Tokens
 from samo.errors import DataError
+from samo.utils.formatting import counted
 
 END: Final = np.iinfo(np.int32).min
 """Follows each example in its file; the complement of no token."""
@@ -87,8 +88,8 @@ class Examples:
         num_valid = max(round(count * valid_fraction), 1)
         if num_valid >= count:
             raise DataError(
-                f"{count:,} examples are too few to hold back {num_valid:,} for validation "
-                "and train on the others; use more examples, or --valid FILE"
+                f"with {counted(count, 'example')} the data is too small to hold back "
+                f"{num_valid:,} for validation and train on the others; use more, or --valid FILE"
             )
         # The same examples whatever the seed of a run, so that the losses of runs compare.
         is_valid = np.zeros(count, dtype=bool)

@@ -151,7 +151,12 @@ def _example(row: object) -> Example:
     if "text" in known:
         return Text(_string(known, "text"))
     found = ", ".join(f"'{str(key)[:40]}'" for key in list(known)[:8]) or "nothing"
-    raise ValueError(f"it has {found}; a row has {_ACCEPTED}")
+    hint = ""
+    if "conversations" in known:
+        hint = "rename it to 'messages', 'from' to 'role' and 'value' to 'content'; "
+    if "instruction" in known:
+        hint = "rename 'instruction' to 'prompt', and the answer to 'completion'; "
+    raise ValueError(f"it has {found}; {hint}a row has {_ACCEPTED}")
 
 
 def _messages(messages: object) -> list[dict[str, Any]]:

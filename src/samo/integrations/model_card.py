@@ -14,8 +14,8 @@ from samo.utils.formatting import count, percent, plain
 _LAYER_NUMBER: Final = re.compile(r"\.(\d+)\.")
 _WITHIN_LAYER: Final = re.compile(r"\.\d+\.(.*)")
 _FORMATS: Final = {
-    "dense": "The weights are dense. `masks.safetensors`, if there, has the masks: a kept weight "
-    "may be exactly 0.",
+    "dense": "The weights are dense. `masks.safetensors`, if present, holds the masks: a kept "
+    "weight may be exactly 0.",
     "compressed": "The weights are compressed: values and bitmaps. `import samo` before "
     "`from_pretrained`, or transformers reports mismatched sizes. It can be trained as it is.",
     "bitmask": "The weights are in the layout `sparse-bitmask` of compressed-tensors, which its "
