@@ -9,10 +9,15 @@ from hypothesis import example, given, settings, strategies as st
 from samo.checkpoint.json_values import decode, encode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-keys = st.sampled_from(["a", "$float", "$tuple", "$tensor", "$", "$$x"])
+keys = st.sampled_from(["a", "$float", "$tuple", "$items", "$tensor", "$", "$$x"])
 trees = st.recursive(
     scalars,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.dictionaries(st.integers(), inner)
+    ),
     max_leaves=5,
 )
 
@@ -29,7 +34,7 @@ def test_every_value_comes_back_with_its_type(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "where"),
-    [({1}, "x"), ({"a": [0, b""]}, "x/a/1"), ({"a": {1: 2}}, "x/a"), (1j, "x")],
+    [({1}, "x"), ({"a": [0, b""]}, "x/a/1"), ({"a": {1: 2, "b": 3}}, "x/a"), (1j, "x")],
 )
 def test_what_json_lacks_is_refused_with_its_path(value: Any, where: str) -> None:
     with pytest.raises(TypeError, match=f"^{where} is a .*, which a checkpoint cannot hold; give"):
@@ -38,7 +43,15 @@ def test_what_json_lacks_is_refused_with_its_path(value: Any, where: str) -> Non
 
 @pytest.mark.parametrize(
     "value",
-    [{"$float": "1"}, {"$float": 1}, {"$tuple": 1}, {"$tensor": 1}, {"$tensor": "x", "y": 2}],
+    [
+        {"$float": "1"},
+        {"$float": 1},
+        {"$tuple": 1},
+        {"$items": [1]},
+        {"$items": [["a", 1]]},
+        {"$tensor": 1},
+        {"$tensor": "x", "y": 2},
+    ],
 )
 def test_a_key_without_a_meaning_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="have no meaning"):

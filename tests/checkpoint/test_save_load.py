@@ -449,6 +449,28 @@ def test_a_compressed_checkpoint_fills_a_dense_model_with_zeros_between(
     assert int((dense.body.weight == 0).sum()) == 108
 
 
+def test_a_second_optimizer_and_any_schedule_fit_into_extra(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Any, Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        opt = torch.optim.AdamW(model[1].parameters())
+        return model, opt, torch.optim.lr_scheduler.MultiStepLR(opt, [1, 3])
+
+    model, opt, schedule = build()
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+        schedule.step()
+    samo.save(tmp_path, model, extra={"opt": opt.state_dict(), "lr": schedule.state_dict()})
+    again, other, its_schedule = build()
+    found = samo.load(tmp_path, again)
+    other.load_state_dict(found["opt"])
+    its_schedule.load_state_dict(found["lr"])
+    for own in (schedule, its_schedule):
+        own.step()
+    assert schedule.get_last_lr() == its_schedule.get_last_lr() == [pytest.approx(1e-5)]
+    assert_same(other.state_dict()["state"], opt.state_dict()["state"])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_channels_last_training_resumes_bit_for_bit(make: Any, fused: bool, tmp_path: Path) -> None:

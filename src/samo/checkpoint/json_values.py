@@ -2,6 +2,7 @@
 
 nan, inf, -inf     {"$float": "nan"}
 (0.9, 0.999)       {"$tuple": [0.9, 0.999]}
+{30: 1, 60: 1}     {"$items": [[30, 1], [60, 1]]}
 a tensor           {"$tensor": "its name in a file"}; a setting: {"$tensor": ["F32", 0.001]}
 {"$x": 1}          {"$$x": 1}: a caller's key never means one of the above
 """
@@ -42,11 +43,16 @@ def encode(
                 f"${key}" if key.startswith("$") else key: walk(item, f"{where}/{key}", depth + 1)
                 for key, item in value.items()
             }
+        if isinstance(value, dict) and all(type(key) is int for key in value):
+            return {
+                "$items": [[key, walk(value[key], f"{where}/{key}", depth + 1)] for key in value]
+            }
         found = tensor(value, where)
         if found is None:
             raise TypeError(
                 f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give "
-                "tensors, numbers, strings, bools, None, or lists and dicts of them (keys: strings)"
+                "tensors, numbers, strings, bools, None, or lists of them and dicts (keys: all "
+                "strings, or all integers)"
             )
         return {"$tensor": walk(found, where, depth + 1)}
 
@@ -68,11 +74,19 @@ def decode(value: Any, tensor: Callable[[Any], Any] = TensorName, depth: int = 0
             return _NONFINITE[item]
         if key == "$tuple" and isinstance(item, list):
             return tuple(decode(entry, tensor, depth) for entry in item)
+        if key == "$items" and _are_pairs(item):
+            return {number: decode(entry, tensor, depth) for number, entry in item}
         if key == "$tensor" and isinstance(item, str | list):
             return tensor(decode(item, depth=depth))
     if any(key.startswith("$") and not key.startswith("$$") for key in value):
         raise ValueError(f"the keys {list(value)[:3]} have no meaning")
     return {key.removeprefix("$"): decode(item, tensor, depth) for key, item in value.items()}
+
+
+def _are_pairs(items: Any) -> bool:
+    return isinstance(items, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in items
+    )
 
 
 def tensor_names(value: Any) -> list[str]:
