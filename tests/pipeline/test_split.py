@@ -187,6 +187,7 @@ ONE = nn.Sequential(nn.Linear(2, 2))
         (Doubled(tiny_gpt().config), "got Doubled"),
         ([3], "layer 0 is or returns int; pass a module"),
         ([lambda: 3], "layer 0 is or returns int"),
+        ([torch.relu], r"layer 0 cannot be built .*; pass a module, such as nn.ReLU\(\)"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(model, text) -> None:

@@ -66,6 +66,8 @@ def run(command: Prune) -> int:
         _check_new(out)  # another process may have written it meanwhile
         masks.save(out)
     say(console, f"written to {out}")
+    if is_language_model and command.method == "magnitude":
+        say(console, "Chosen by magnitude; --method wanda --calibration FILE loses less")
     if is_folder:
         say(console, f"To train it: samo finetune {out} --data FILE")
     return 0

@@ -110,8 +110,14 @@ def _unit(path: str, layer: nn.Module | Callable[[], nn.Module]) -> Unit:
         return Unit({path: layer}, _chain(path))
     shape: object = layer
     if callable(layer):
-        with torch.device("meta"):
-            shape = layer()
+        try:
+            with torch.device("meta"):
+                shape = layer()
+        except TypeError as error:  # F.relu, say, takes a tensor
+            raise TypeError(
+                f"layer {path} cannot be built ({error}); pass a module, such as nn.ReLU(), or a "
+                "function without arguments that builds one"
+            ) from error
     if not isinstance(shape, nn.Module):
         raise TypeError(
             f"layer {path} is or returns {type(shape).__name__}; pass a module, or a function "
