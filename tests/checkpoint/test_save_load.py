@@ -501,7 +501,7 @@ def test_channels_last_training_resumes_bit_for_bit(make: Any, fused: bool, tmp_
 def test_one_optimizer_is_saved(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     opts: Any = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    with pytest.raises(TypeError, match="opt must be one optimizer, got list"):
+    with pytest.raises(TypeError, match="opt must be one optimizer, got list; put the state_dict"):
         samo.save(tmp_path, model, opts)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samo
+from samo.errors import ConfigError
 from samo.integrations.chunk_loss import Distillation, Logits, deferred_logits
 from tests.core.test_frameworks import logged, texts, trainer_of
 from tests.integrations.tiny_lms import FAMILIES, VOCAB, tiny_lm
@@ -171,6 +172,9 @@ def test_logits_that_were_computed_go_to_the_usual_loss() -> None:
     outputs = model(input_ids=ids, labels=labels)
     samo.chunk_loss_(model)
     assert torch.equal(model.loss_function(outputs.logits, labels, VOCAB), outputs.loss)
+    teacher = Distillation(outputs.logits, 0.5, 1.0)
+    with pytest.raises(ConfigError, match="distillation needs logits that the model leaves"):
+        model.loss_function(outputs.logits, labels, VOCAB, distillation=teacher)
 
 
 def test_other_models_are_refused() -> None:

@@ -95,12 +95,16 @@ def finished(place: Path) -> Path:
     return run
 
 
+def with_generation_config(place: Path, folder: Path, text: str) -> Path:
+    shutil.copytree(place / "pruned", folder)
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
 def test_examples_that_end_with_another_token_than_the_model_are_named(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(place / "pruned", folder)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    folder = with_generation_config(place, tmp_path / "model", '{"eos_token_id": [1, 2]}')
     config = settings(place, model=str(folder))
     CausalLMSubject(resolve(config)).open_text(tmp_path)
     assert "examples end with token 302 ('<|im_end|>'), but the model stops" in caplog.text
@@ -114,9 +118,7 @@ def test_examples_that_end_with_another_token_than_the_model_are_named(
 def test_settings_that_cannot_generate_text_leave_out_the_sample_and_write_the_model(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(place / "pruned", folder)
-    (folder / "generation_config.json").write_text('{"stop_strings": ["x"]}')
+    folder = with_generation_config(place, tmp_path / "model", '{"stop_strings": ["x"]}')
     train(settings(place, model=str(folder), steps=1), tmp_path / "run")
     assert "no sample: the model cannot generate text: " in caplog.text
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -38,7 +38,10 @@ class OptimizerState:
 
     def __init__(self, opt: Optimizer, model: ModelState) -> None:
         if not isinstance(opt, Optimizer):
-            raise TypeError(f"opt must be one optimizer, got {type(opt).__name__}")
+            raise TypeError(
+                f"opt must be one optimizer, got {type(opt).__name__}; put the state_dict() of "
+                "others into extra="
+            )
         self.opt: Final = opt
         # The optimizer, or the one that it shards over ranks, as ZeroRedundancyOptimizer does.
         self.kind: Final[Optimizer] = getattr(opt, "optim", opt)

@@ -67,7 +67,7 @@ def run(command: Prune) -> int:
         masks.save(out)
     say(console, f"written to {out}")
     if is_language_model and command.method == "magnitude":
-        say(console, "Chosen by magnitude; --method wanda --calibration FILE loses less")
+        say(console, "Chosen by magnitude; --method wanda --calibration FILE usually loses less")
     if is_folder:
         say(console, f"To train it: samo finetune {out} --data FILE")
     return 0

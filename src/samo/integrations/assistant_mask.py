@@ -105,7 +105,7 @@ def _turn(whole: str, head: str, until: str, eos: str | None) -> tuple[int, int]
     return (start, stop) if whole.startswith(until) else None
 
 
-def learning(turns: list[tuple[int, int]], encoding: Any) -> NDArray[np.int32]:
+def learned_tokens(turns: list[tuple[int, int]], encoding: Any) -> NDArray[np.int32]:
     """Return tokens, complemented unless they overlap a turn."""
     tokens = np.array(encoding.ids, dtype=np.int32)
     starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T

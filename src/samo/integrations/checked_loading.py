@@ -123,7 +123,7 @@ def _load(
         if (extra := sum(buffer.numel() for buffer in empty.buffers())) > _MAX_BUFFERS:
             raise CheckpointError(
                 f"'{folder}' cannot be read: its config.json asks for tables of {extra:,} entries, "
-                f"such as of positions, and samo makes up to {_MAX_BUFFERS:,}"
+                f"such as of positions, and samo makes up to {_MAX_BUFFERS:,}; correct it"
             )
         if numel is not None and needed > numel:
             raise CheckpointError(
@@ -153,7 +153,10 @@ def _config(transformers: Any, folder: Path) -> Any:
     """Return the config of a folder, without how it stores its weights."""
     labels = folder_files.read_json(folder / CONFIG).get("num_labels") or 0
     if not isinstance(labels, int) or labels > _MAX_LABELS:  # transformers would name each of them
-        raise CheckpointError(f"'{folder / CONFIG}' is damaged: num_labels is {str(labels)[:40]}")
+        raise CheckpointError(
+            f"'{folder / CONFIG}' is damaged: num_labels is {str(labels)[:40]}; a language model "
+            "needs none, remove it"
+        )
     config = transformers.AutoConfig.from_pretrained(folder, **_SAFE)
     vars(config).pop(QUANTIZATION, None)
     # transformers saves neither, and would load the hub's kernels that they name: code.

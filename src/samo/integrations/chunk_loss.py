@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from samo.errors import ConfigError
 from samo.models.sum_in_chunks import MAX_LOGITS, sum_in_chunks
 
 _IS_DEFERRED: Final = "_samo_defers_logits"
@@ -231,6 +232,11 @@ def _causal_loss(
     if isinstance(logits, Logits) and logits.written is not None:
         logits = logits.written
     if not isinstance(logits, Logits):
+        if distillation is not None:
+            raise ConfigError(
+                "distillation needs logits that the model leaves as its head returns them; train "
+                "without a teacher, or compute this loss from all logits"
+            )
         items = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
         return plain(logits, labels, vocab_size, **items, shift_labels=shift_labels, **kwargs)
     if shift_labels is None:

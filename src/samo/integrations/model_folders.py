@@ -319,7 +319,9 @@ def _read_checkpoint(path: Path) -> tuple[SavedTensors, Masks]:
                 f"has {shape}"
             )
         if not saved.specs[name].dtype.is_floating_point:
-            raise CheckpointError(f"'{path}' is damaged: '{name}' is {saved.specs[name].dtype}")
+            raise CheckpointError(
+                f"'{path}' is damaged: '{name}' is {saved.specs[name].dtype}; use another copy"
+            )
     return saved, masks
 
 

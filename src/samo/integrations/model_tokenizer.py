@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from samo.data.rows import Completion, Example, Text
 from samo.data.tokenizers import FastTokenizer, naming
 from samo.errors import DataError
-from samo.integrations.assistant_mask import ChatTemplate, learning
+from samo.integrations.assistant_mask import ChatTemplate, learned_tokens
 from samo.integrations.folder_files import TOKENIZER_FILES, check_entries
 
 _UNREADABLE: Final = "has a tokenizer that cannot be read"
@@ -105,7 +105,7 @@ class ModelTokenizer(FastTokenizer):
         if self._template.is_tagged(place, example):
             return [], partial(self._template.tagged, place, example)
         text, turns = self._template.render(place, example)
-        return [text], partial(learning, turns)
+        return [text], partial(learned_tokens, turns)
 
     def _completed(self, example: Completion, prompt: Any, whole: Any) -> NDArray[np.int32]:
         rest = whole.ids[len(prompt.ids) :]
