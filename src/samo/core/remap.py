@@ -211,9 +211,11 @@ def _masks_by_weight(model: nn.Module, masks: Masks) -> dict[str, tuple[Weight, 
 
 def _state_of(opt: Optimizer, weight: Weight) -> dict[str, Any]:
     """Return what an optimizer keeps for a weight; LBFGS keeps that of all with the first."""
-    params = [param for group in opt.param_groups for param in group["params"]]
-    is_shared = isinstance(opt, torch.optim.LBFGS) and any(p is weight.values for p in params)
-    found: dict[str, Any] = opt.state.get(params[0] if is_shared else weight.values) or {}
+    holder: Tensor = weight.values
+    if isinstance(opt, torch.optim.LBFGS):
+        params = opt.param_groups[0]["params"]  # it takes one group
+        holder = params[0] if any(param is holder for param in params) else holder
+    found: dict[str, Any] = opt.state.get(holder) or {}
     return found
 
 
