@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import samo
 from benchmarks.measure import Row, arguments, held_bytes, is_installed, show
 from samo.bench.rows import environment
+from samo.bench.timing import free
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.data.tokenizers import open_tokenizer
 from samo.data.tokens import Tokens, open_tokens
@@ -231,6 +232,7 @@ def run(job: Job, out: Path | None) -> list[Row]:
     options, rows = job.options, list[Row]()
 
     def add(row: Row) -> None:
+        free(job.device)  # other processes may share the GPU
         rows.append({"model": job.folder.name, **row})
         print({key: row.get(key) for key in COLUMNS if row.get(key) is not None}, flush=True)
         if out is not None:
@@ -258,6 +260,7 @@ def run(job: Job, out: Path | None) -> list[Row]:
             for contender in options.contenders:
                 model = job.open()
                 model.load_state_dict(weights)
+                torch.manual_seed(0)  # of adapters
                 if contender == "lora" and is_installed("peft"):
                     add(cell | {"contender": contender, **train_lora(model, job)})
                 elif contender in ("samo", "distilled"):

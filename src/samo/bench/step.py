@@ -175,7 +175,7 @@ class Contest:
         retries = self._num_retries()
         for _ in range(steps):
             self._timed_step(contender, found, own)
-        found.in_a_row_ms = self._step_in_a_row(contender)
+        found.in_a_row_ms = self._step_in_a_row(contender, found.median_ms)
         if self._kept and self._num_retries() > retries:
             raise RuntimeError("allocations had to wait for memory of contenders that are kept")
         if self.compile != "none" and not self._keeps:
@@ -240,9 +240,9 @@ class Contest:
         contender.keep_masks()
         found.losses.append(float(loss))
 
-    def _step_in_a_row(self, contender: Contender) -> float:
-        """Time steps that follow each other without a pause, as in training."""
-        steps = 10 if self._device.type == "cuda" else 1
+    def _step_in_a_row(self, contender: Contender, step_ms: float) -> float:
+        """Time steps that follow each other without a pause, as in training: about a second."""
+        steps = max(10, math.ceil(1e3 / step_ms)) if self._device.type == "cuda" else 1
         start = mark(self._device)
         for _ in range(steps):
             self._gradients(contender)
