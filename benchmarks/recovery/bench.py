@@ -103,6 +103,7 @@ def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, **kwargs: A
         input_ids=inputs_BT,
         labels=targets_BT,  # only to ask for a loss: they are shifted already
         shift_labels=targets_BT,
+        use_cache=False,
         **kwargs,
     ).loss
     return loss
@@ -176,7 +177,7 @@ def fit(
         state = state or held_bytes(model, opt)
         if not is_recorded:
             opt.zero_grad()
-        if step == WARM_UP or step % max(1, steps // 10) == 0:
+        if step == WARM_UP or step % max(1, steps // 20) == 0:
             print(f"    step {step:,} of {steps:,}: loss {float(loss):.3f}", flush=True)
         if step == WARM_UP:
             counted = time.perf_counter()
@@ -210,7 +211,7 @@ def train_samo(model: nn.Module, masks: samo.Masks, job: Job, *, distills: bool)
 
     def goal(inputs_BT: Tensor) -> dict[str, Any]:
         with torch.no_grad():
-            logits = deferred_logits(teacher, input_ids=inputs_BT)
+            logits = deferred_logits(teacher, input_ids=inputs_BT, use_cache=False)
         return {"distillation": Distillation(logits, share=0.5, temperature=2.0)}
 
     return fit(samo.chunk_loss_(model), opt, job, lr=job.options.lr, extra=goal)
