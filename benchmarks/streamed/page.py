@@ -58,7 +58,7 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
 
 def _where(rows: Sequence[Row]) -> str:
     def several(key: str) -> str:
-        return ", ".join(dict.fromkeys(str(row[key] or "unknown") for row in rows))
+        return ", ".join(sorted({str(row[key] or "unknown") for row in rows}))
 
     versions = rows[-1]["versions"]
     named = ", ".join(

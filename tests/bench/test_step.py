@@ -3,6 +3,7 @@
 import math
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,32 +78,57 @@ def test_a_contender_is_built_again_in_every_round(contest: Contest) -> None:
     assert contest.row("samo", {}).repeats == 3
 
 
-def test_compiled_contenders_stay_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Contest:
+    """A contest whose compiler does nothing."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
     tokens = torch.randint(0, SMALL.vocab_size, (2, SMALL.context + 1))
-    contest = Contest(SMALL, StepConfig(compile="blocks"), tokens, lambda _: None, keeps=True)
-    built: list[str] = []
+    return Contest(SMALL, StepConfig(compile="blocks"), tokens, lambda _: None)
 
-    class Counted(Dense):
-        def __init__(self, *args: Any) -> None:
-            built.append("dense")
+
+def test_contenders_take_turns_step_by_step(
+    compiled: Contest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    class Heard(Dense):
+        def __init__(self, *args: Any, name: str) -> None:
+            heard.append(f"build {name}")
+            self.name = name
             super().__init__(*args)
 
-    monkeypatch.setitem(CONTENDERS, "dense", Counted)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
-    for steps in (2, 1):
-        contest.run("dense", steps)
-    rounds = contest.rounds["dense"]
-    assert built == ["dense"]
-    assert [len(each.step_ms) for each in rounds] == [2, 1]
-    assert rounds[0].losses[-1] > rounds[1].losses[-1]  # it went on
+        def update(self) -> None:
+            heard.append(self.name)
+            super().update()
+
+    for name in ("dense", "masked"):
+        monkeypatch.setitem(CONTENDERS, name, partial(Heard, name=name))
+    assert compiled.run_in_turns(["dense", "masked"], 2)
+    warm = ["dense"] * 2 + ["masked"] * 2
+    first = ["build dense", *["dense"] * 3, "build masked", *["masked"] * 3, *warm]
+    assert heard == [*first, *["dense", "masked"] * 3]  # two steps, and one in a row
+    assert compiled.run_in_turns(["dense", "masked"], 1)
+    assert heard[len(first) + 6 :] == [*warm, *["dense", "masked"] * 2]
+    for rounds in compiled.rounds.values():
+        assert [len(each.step_ms) for each in rounds] == [2, 1]
+        assert rounds[0].losses[-1] > rounds[1].losses[-1]  # it went on
+
+
+def test_turns_are_compared_step_by_step(contest: Contest) -> None:
+    def rounds(times: tuple[int, ...]) -> list[Round]:
+        half = len(times) // 2
+        return [
+            Round(0, None, 1.0, list(part), [1.0], [1.0], 1.0, is_in_turns=True)
+            for part in (times[:half], times[half:])
+        ]
+
+    contest.rounds["masked"], contest.rounds["samo"] = rounds((1, 9, 1, 9)), rounds((2, 9, 2, 18))
+    assert contest.row("samo", {}).figures["over_masked"] == 2.0
 
 
 def test_contenders_that_do_not_fit_together_are_built_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokens = torch.randint(0, SMALL.vocab_size, (2, SMALL.context + 1))
-    contest = Contest(SMALL, StepConfig(compile="blocks"), tokens, lambda _: None, keeps=True)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
     alive: list[object] = []
 
     class Large(Dense):
@@ -115,11 +141,13 @@ def test_contenders_that_do_not_fit_together_are_built_one_at_a_time(
 
     for name in ("dense", "masked"):
         monkeypatch.setitem(CONTENDERS, name, Large)
-    for _ in range(2):
-        for name in ("dense", "masked"):
-            contest.run(name, 1)
-    assert not contest.failures
-    assert [len(contest.rounds[name]) for name in ("dense", "masked")] == [2, 2]
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(step, "gpt_config", lambda *_: ("small", SMALL))
+    config = StepConfig(only=("dense,masked",), compile="blocks", batch_size=2, repeats=2, rounds=2)
+    said: list[str] = []
+    rows = step.measure(config, CPU, lambda _: None, said.append)
+    assert "not in turns: a compiler found no memory" in said
+    assert [(row.failure, row.repeats) for row in rows] == [(None, 2), (None, 2)]
 
 
 def test_a_contender_that_fails_is_not_tried_again(

@@ -5,7 +5,8 @@ loss and AdamW settings. In each round every contender is built, warmed up, time
 
 With ``--compile`` every model is compiled in the same way: each block by itself, or forward and
 loss as one graph, with or without CUDA graphs. The optimizer is never compiled. For several rounds,
-contenders are then built once and stay in memory, if they fit and there are no CUDA graphs.
+contenders are then built once, if they fit together and there are no CUDA graphs, and take turns
+step by step: a slow phase of the host slows them all.
 """
 
 import math
@@ -62,12 +63,13 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
     generator = torch.Generator(device).manual_seed(1)
     size = (batch, shape.context + 1)
     tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
-    keeps = rounds > 1 and config.compile in ("blocks", "model")
-    contest = Contest(shape, config, tokens, say, keeps=keeps)
+    takes_turns = rounds > 1 and config.compile in ("blocks", "model")
+    contest = Contest(shape, config, tokens, say)
     names = contenders(config)
+    how = "contenders take turns" if takes_turns else "one contender at a time"
     say(
-        f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; one contender "
-        f"at a time, {rounds} {'round' if rounds == 1 else 'rounds'}"
+        f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; {how}, "
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}"
     )
     parameters = {
         "shape": name,
@@ -86,9 +88,11 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
 
     for number in range(rounds):
         steps = repeats // rounds + (number < repeats % rounds)
-        for name in names if steps else ():
+        takes_turns = takes_turns and contest.run_in_turns(names, steps)
+        for name in names if steps and not takes_turns else ():
             contest.run(name, steps)
             save(rows())
+        save(rows())
     return rows()
 
 
@@ -105,6 +109,7 @@ class Round:
     in_a_row_ms: float = 0.0
     peak_bytes: int = 0
     compiled: dict[str, int] = field(default_factory=dict)
+    is_in_turns: bool = False
 
     @property
     def median_ms(self) -> float:
@@ -114,19 +119,11 @@ class Round:
 class Contest:
     """Builds contenders on equal terms, runs their steps and records them."""
 
-    def __init__(
-        self,
-        shape: GPTConfig,
-        config: StepConfig,
-        tokens: Tensor,
-        say: Say,
-        *,
-        keeps: bool = False,  # contenders in memory between rounds
-    ) -> None:
+    def __init__(self, shape: GPTConfig, config: StepConfig, tokens: Tensor, say: Say) -> None:
         self.rounds: dict[str, list[Round]] = {}
         self.failures: dict[str, str] = {}
         self.compile = config.compile
-        self._keeps = keeps
+        # Those that take turns: each with its round after the warm-up, and its own bytes.
         self._kept: dict[str, tuple[Contender, Round, int]] = {}
         self.warm_up = _GRAPHS_WARM_UP if config.compile == "graphs" else _WARM_UP
         self._shape, self._device, self._say = shape, tokens.device, say
@@ -137,53 +134,69 @@ class Contest:
         self._masks = prune(model, config.sparsity).to("cpu")
 
     def run(self, name: str, steps: int) -> None:
-        """Time some steps of one contender, built if it is not kept. One that failed is skipped."""
+        """Build a contender and time some steps of it. One that failed is skipped."""
         if name in self.failures:
             return
         self._reset()
-        failure = self._attempt(name, steps)
-        if failure is not None and self._kept:  # it may be short of memory, whatever it says
-            self._keeps = False
-            self._kept.clear()
-            self._reset()
-            failure = self._attempt(name, steps)
-        if failure is not None:  # whatever it is, the other contenders continue
-            self.failures[name] = failure
-            self._say(f"{name}: {failure}")
-        self._reset()
-
-    def _attempt(self, name: str, steps: int) -> str | None:
         try:
-            # All that are kept have graphs of the same code.
-            with torch._dynamo.config.patch(recompile_limit=64):
-                self._run(name, steps)
-        except Exception as error:
-            return reason(error)  # and not the error, whose frames hold tensors
-        return None
+            self._run(name, steps)
+        except Exception as error:  # whatever it is, the other contenders continue
+            self.failures[name] = reason(error)  # and not the error, whose frames hold tensors
+            self._say(f"{name}: {self.failures[name]}")
+        self._reset()
 
     def _run(self, name: str, steps: int) -> None:
         counters = torch._dynamo.utils.counters
-        if name in self._kept:
-            contender, found, own = self._kept[name]
-            found = replace(found, step_ms=[], update_ms=[], losses=[])
-            for _ in range(_WARM_AGAIN):
-                self._untimed_step(contender)
-        else:
-            before = self._memory("current")
-            contender, found = self._warmed_up(name)
-            own = self._memory("current") - before
-        retries = self._num_retries()
+        before = self._memory("current")
+        contender, found = self._warmed_up(name)
+        own = self._memory("current") - before
         for _ in range(steps):
             self._timed_step(contender, found, own)
-        found.in_a_row_ms = self._step_in_a_row(contender, found.median_ms)
-        if self._kept and self._num_retries() > retries:
-            raise RuntimeError("allocations had to wait for memory of contenders that are kept")
-        if self.compile != "none" and not self._keeps:
+        if self.compile != "none":
             found.compiled["compilations"] = counters["stats"]["unique_graphs"]
         if self.compile == "graphs":
             found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-        if self._keeps:
-            self._kept[name] = contender, found, own
+        found.in_a_row_ms = self._step_in_a_row(contender, found.median_ms)
+        self._record(name, found)
+
+    def run_in_turns(self, names: Sequence[str], steps: int) -> bool:
+        """Time steps of all contenders in turns, built once; return whether that was possible."""
+        self._reset()
+        try:
+            # All have graphs of the same code.
+            with torch._dynamo.config.patch(recompile_limit=64):
+                self._run_in_turns(names, steps)
+        except Exception as error:  # out of memory, perhaps, whatever it says
+            self._say(f"not in turns: {reason(error)}")
+            self._kept.clear()
+        self._reset()
+        return bool(self._kept)
+
+    def _run_in_turns(self, names: Sequence[str], steps: int) -> None:
+        retries = self._num_retries()
+        for name in names:
+            if name not in self._kept:
+                before = self._memory("current")
+                contender, found = self._warmed_up(name)
+                found.is_in_turns = True
+                self._kept[name] = contender, found, self._memory("current") - before
+        started = {}
+        for name, (contender, found, _) in self._kept.items():
+            started[name] = replace(found, step_ms=[], update_ms=[], losses=[])
+            for _ in range(_WARM_AGAIN):
+                self._untimed_step(contender)
+        for _ in range(steps):
+            for name, (contender, _, own) in self._kept.items():
+                self._timed_step(contender, started[name], own)
+        if self._num_retries() > retries:
+            raise RuntimeError("allocations had to wait for memory of other contenders")
+        for name, (contender, _, _) in self._kept.items():
+            found = started[name]
+            found.in_a_row_ms = self._step_in_a_row(contender, found.median_ms)
+        for name, found in started.items():
+            self._record(name, found)
+
+    def _record(self, name: str, found: Round) -> None:
         self.rounds.setdefault(name, []).append(found)
         times = f"{three_digits(found.median_ms)} ms, {three_digits(found.in_a_row_ms)} in a row"
         peak = f", peak {three_digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
@@ -264,7 +277,7 @@ class Contest:
     def _reset(self) -> None:
         """Free memory, and with ``--compile`` all compiled code, its counters and CUDA graphs.
 
-        What belongs to contenders that are kept stays.
+        What belongs to contenders that take turns stays.
         """
         if self.compile != "none" and not self._kept:
             torch.compiler.reset()
@@ -281,12 +294,17 @@ class Contest:
         median, first, last = spread(step_ms)["median"], rounds[0], rounds[-1]
         round_ms = [each.median_ms for each in rounds]
         in_a_row = [each.in_a_row_ms for each in rounds]
+
+        def units(found: Sequence[Round]) -> list[float]:  # that saw the same machine
+            return [ms for each in found for ms in (each.step_ms if in_turns else [each.median_ms])]
+
         peak = max(each.peak_bytes for each in rounds)
         masked = self.rounds.get("masked", [])
+        in_turns = all(each.is_in_turns for each in (*rounds, *masked))
         masked_peak = max((each.peak_bytes for each in masked), default=0)
         tokens = self._inputs.numel()
         figures: dict[str, Any] = {
-            "over_masked": ratio(round_ms, [each.median_ms for each in masked]) if masked else None,
+            "over_masked": ratio(units(rounds), units(masked)) if masked else None,
             "round_ms": round_ms,
             "update_ms": spread([ms for each in rounds for ms in each.update_ms])["median"],
             "in_a_row_ms": spread(in_a_row)["median"],
@@ -303,7 +321,7 @@ class Contest:
             "final_loss": first.losses[-1] if math.isfinite(first.losses[-1]) else None,
             "trained_steps": self.warm_up + len(first.losses),
             # With what others have compiled, it means little.
-            "warm_up_s": None if self._keeps else round(first.warm_up_s, 2),
+            "warm_up_s": None if last.is_in_turns else round(first.warm_up_s, 2),
             **last.compiled,
         }
         if last.account is not None:
