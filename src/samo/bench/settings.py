@@ -57,8 +57,8 @@ class StepConfig(BenchConfig):
     compile: Compile = "none"
     """Compile each block of every model, or the whole model; graphs: with CUDA graphs too."""
     rounds: Count | Auto = "auto"
-    """Rounds, which share the repeats. Contenders are built again in each or, if compiled, take turns
-    step by step. auto: 3, or 1 if compiled."""
+    """Rounds, which share the repeats. Contenders are built again in each, or take turns step by
+    step if compiled. auto: 3, or 1 if compiled."""
 
 
 QUESTIONS: Final[dict[type[BenchConfig], str]] = {KernelsConfig: "kernels", StepConfig: "step"}
