@@ -159,6 +159,21 @@ def test_only_the_given_layouts_are_chosen_from() -> None:
         choose(JOB, H200, [])
 
 
+@pytest.mark.parametrize("batch", [7, 9, 11, 12, 23, 36])
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_layouts_take_the_batch_that_was_asked_for(gpus: int, batch: int) -> None:
+    job = replace(JOB, batch=batch)
+    found = set(layouts(job, replace(H200, num_gpus=gpus)))
+    assert {own.pipe for own in found} == {1, 2, 4} - set(range(gpus + 1, 5))
+    for own in found:
+        count = own.micro_batches(job)
+        if own.pipe > 1:  # the smallest share of a replica has a sequence for each
+            assert batch // own.data >= count
+        else:
+            rows = -(-(batch // count) // own.data)  # of the largest share of a pass
+            assert (batch % count, rows) == (0, own.micro_batch)
+
+
 def test_a_frozen_embedding_has_neither_gradient_nor_state() -> None:
     frozen = replace(JOB, network=JOB.network.with_frozen(ENDS))
     numel = sum(m.numel for i in (0, -1) for m in JOB.network.layers[i].matrices)

@@ -104,6 +104,14 @@ class Layout:
         """Return how many micro-batches a replica computes in a step."""
         return -(-job.batch // (self.data * self.micro_batch))
 
+    def can_cut(self, job: Job) -> bool:
+        """Return whether a step can be cut so: into equal passes, with work for each replica."""
+        count = self.micro_batches(job)
+        if self.pipe > 1:
+            return count <= job.batch // self.data
+        rows, rest = divmod(job.batch, count)
+        return rest == 0 and rows >= self.data and -(-rows // self.data) == self.micro_batch
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:

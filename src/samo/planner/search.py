@@ -83,9 +83,12 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
         mesh = Layout(scheme=scheme, pipe=pipe, data=data)
         can_shard = pipe == 1 and data > 1 and scheme in ("samo", "dense", "8-bit")
         most = -(-job.batch // data)
-        powers = sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
-        for rows, again in itertools.product(powers, (False, True)):
+        sizes = {min(2**power, most) for power in range(most.bit_length() + 1)}
+        sizes |= {-(-job.batch // (count * data)) for count in range(2, 17)}
+        for rows, again in itertools.product(sorted(sizes), (False, True)):
             own = replace(mesh, micro_batch=rows, checkpointing=again)
+            if not own.can_cut(job):
+                continue
             for state, weights in itertools.product(states, kinds):
                 yield replace(own, state=state, weights=weights)
             if can_shard:

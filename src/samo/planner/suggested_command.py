@@ -69,7 +69,7 @@ def _passes(job: Job, own: Layout) -> str:
     count = own.micro_batches(job)
     if own.pipe > 1:
         return f"--batch-size {job.batch} --pipe {own.pipe} --micro-batches {count}"
-    return f"--batch-size {own.data * own.micro_batch} --accumulate {count}"
+    return f"--batch-size {job.batch // count} --accumulate {count}"
 
 
 def _pruning(job: Job) -> str:
