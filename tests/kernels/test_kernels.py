@@ -154,6 +154,30 @@ def test_kernels_follow_strides(kernels: Kernels, density: float | None) -> None
     assert dense.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("density", [0.1, 0.5])
+def test_dense_tensors_of_any_strides_are_compressed(
+    kernels: Kernels, density: float, dtype: torch.dtype
+) -> None:
+    """Some are views of one stride as vectors, too: entries of a wider tensor, or one for all."""
+    numel, shape = 64 * 96, (64, 96)  # more than two blocks
+    wide = torch.randn(64, 192).to(dtype)
+    pairs = torch.randn(64, 96, 2).to(dtype)
+    keep = draw_keep(numel, density).view(shape)
+    for dense in (
+        wide[:, ::2],
+        wide[:, 96:],
+        pairs.unbind(-1)[1],
+        torch.randn(96, 64).to(dtype).t(),
+        torch.full((), 2.5, dtype=dtype).expand(shape),
+        torch.randn(96).to(dtype).expand(shape),
+        torch._neg_view(wide[:, :96].clone()),
+    ):
+        out = torch.full((int(keep.sum()),), torch.nan, dtype=dtype)
+        kernels.compress_(dense, Mask.from_bool(keep), out)
+        assert torch.equal(out, dense[keep])
+
+
 @pytest.mark.parametrize("density", [0.3, None], ids=["pruned", "unpruned"])
 @pytest.mark.parametrize(
     ("numel", "settings", "is_lr_tensor"),

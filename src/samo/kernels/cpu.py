@@ -210,7 +210,8 @@ def _run(
 
 def _array(tensor: Tensor) -> cpu_masks.Array:
     """Return a tensor as a vector in the type of the loops, over the same memory if contiguous."""
-    flat = tensor.detach().reshape(-1)
+    # A reshape to a vector would be a view with strides where every second entry is wanted, say.
+    flat = tensor.detach().resolve_neg().contiguous().view(-1)
     # Not Tensor.numpy(), after which torch could not free the memory of FSDP2's whole parameters.
     if flat.element_size() == 2:
         return np.from_dlpack(flat.view(torch.int16)).view(_SEEN_AS[flat.dtype])

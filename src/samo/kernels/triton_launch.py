@@ -86,7 +86,7 @@ def launch_compress(slots: int | None, dense: Tensor, mask: Mask, out: Tensor) -
     """Compress by slot, or by entry if ``slots`` is None."""
     if mask.kept == 0:
         return
-    source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out)
+    source, target = _raw(dense.resolve_neg().contiguous()), _raw(out)
     words, grid = mask.words.numel(), (mask.offsets.numel(),)
     with device_of(dense):
         if slots is None:
