@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import BITMAP, named_weights
+from samo.errors import CompressionError
 from tests.core.twins import (
     X,
     assert_equal,
@@ -629,7 +630,7 @@ def test_a_parametrization_put_on_before_trains_as_masked_dense(wrap: Any) -> No
     [
         (
             lambda m: parametrize.register_parametrization(m, "weight", nn.Identity()),
-            "non-leaf Tensor",
+            "register parametrizations before compress_",
         ),
         (lambda m: nn.utils.prune.l1_unstructured(m, "weight", amount=0.5), "non-leaf Tensor"),
         (nn.utils.weight_norm, "apply weight_norm or spectral_norm before compress_"),
@@ -648,6 +649,83 @@ def test_what_would_train_the_weight_without_its_mask_is_refused(wrap: Any, mess
         wrap(model[0])
     if "weight" in model[0]._parameters:  # spectral_norm has deleted it
         assert torch.equal(model[0].weight, before)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(12, 12, bias=False) for _ in range(2))
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("way", ["assign", "overwrite"])
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_tied_weights_that_torch_parts_have_masks_and_values_of_their_own(
+    weights: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Tied()
+    masks = random_masks(model)
+    samo.compress_(model, masks, weights=weights)
+    if way == "assign":
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    else:
+        monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+        model.double()
+    x = X.to(model.a.weight.dtype)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert len(list(model.parameters())) == 2
+    step(model, opt, x)
+    assert not torch.equal(model.a.weight, model.b.weight)
+    dense, out = samo.dense_state_dict(model), model(x)
+    for name in ("a", "b"):
+        assert torch.equal(dense[f"{name}.weight"], getattr(model, name).weight)
+    mask = masks["a.weight"]
+    samo.remap_(model, samo.Masks({"a.weight": mask, "b.weight": mask}), opt)
+    torch.testing.assert_close(model(x), out)
+    torch.testing.assert_close(samo.decompress_(model)(x.float()), out.float())
+
+
+def test_assigned_values_leave_a_weight_as_it_was() -> None:
+    model = compressed(dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+    seen = []
+    model[0].weight.register_hook(lambda grad: seen.append(grad.shape))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    for _, weight in named_weights(model):
+        assert weight.is_vector or weight.is_resident
+        assert weight.dtype == torch.bfloat16
+    model(X.bfloat16()).sum().backward()
+    assert seen == [(32, 12)]
+    assert model[0]._parameters["weight"].grad.dtype == torch.bfloat16
+
+
+def test_an_assigned_dense_weight_has_no_gradient_yet() -> None:
+    model = compressed()
+    model(X).sum().backward()
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    assert model[0]._parameters["weight"].grad is None
+    with pytest.raises(CompressionError, match="cannot take the memory of another tensor"):
+        model[0].weight.set_(torch.zeros(32, 12))
+
+
+def test_a_state_dict_is_loaded_where_torch_swaps_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, other = compressed(), compressed()
+    samo.remap_(other, samo.masks(model))
+    opt = samo.AdamW(model.parameters())
+    step(model, opt, X)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(X), other(X))
+    step(model, opt, X)
+    assert not torch.equal(model(X), other(X))
 
 
 # Silent limits: docs/limits.md -------------------------------------------------------------------

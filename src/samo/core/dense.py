@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samo.errors import CompressionError
 from samo.kernels import Kernels
 from samo.mask.mask import Mask
 
@@ -187,6 +188,13 @@ class DenseWeight(Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self._weight.values.requires_grad = value
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse other memory, of which the values would know nothing."""
+        raise CompressionError(
+            f"'{self._weight.name}' is compressed, and cannot take the memory of another tensor; "
+            "write to it with copy_, and register parametrizations before compress_"
+        )
 
     def requires_grad_(self, requires_grad: bool = True) -> DenseWeight:
         """Freeze or unfreeze the parameter."""

@@ -80,14 +80,17 @@ class CompressedModule(nn.Module):
             weights[name] = weight = value._weight
             self._parameters[name] = weight.values
         elif value.shape == weight.values.shape or hasattr(value, "__tensor_flatten__"):
-            self._parameters[name] = value
-            if type(value) is nn.Parameter:
-                weight.adopt(value)
+            old, self._parameters[name] = self._parameters.get(name), value
+            if value is not weight.values and old is not weight.values:
+                # load_state_dict(assign=True) has given other values to the module it was tied to.
+                weights[name] = weight.with_values(value)
             elif isinstance(value, DTensor):
                 weight.bind(value)
+            elif type(value) is nn.Parameter:
+                weight.take(value)
         else:
             weight.write(value.detach())
-            weight.values.requires_grad_(value.requires_grad)
+            weight.values.requires_grad_(value.requires_grad).grad = None
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Return the values, not the dense weight."""
@@ -100,13 +103,18 @@ class CompressedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the values, but keep their dtype: ``.half()`` only changes the compute dtype."""
         weights = weights_in(self)
+        for name, weight in weights.items():
+            if self._parameters[name] is not weight.values:  # torch has parted it from its twin
+                weights[name] = weight.with_values(self._parameters[name])  # type: ignore[arg-type]
         own = {id(weight.values) for weight in weights.values()}
         own |= {id(weight.values.grad) for weight in weights.values()}
+
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
 
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if id(tensor) in own and moved.dtype != tensor.dtype:
-                return tensor.to(moved.device)
+                return tensor.to(moved.device, copy=overwrites)  # not the memory of a twin
             return moved
 
         for weight in weights.values():
@@ -130,6 +138,8 @@ class CompressedModule(nn.Module):
             param = next((each for each in found if each is not None and weight_of(each)), found[0])
             for module, name in places:
                 module._parameters[name] = param
+                if param is not None and (weight := weight_of(param)) is not None:
+                    weights_in(module)[name] = weight
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -168,13 +178,15 @@ class CompressedModule(nn.Module):
             elif bitmap is not None and (wrong := _compare(key, bitmap, weight.mask)):
                 error_msgs.append(wrong)
                 state_dict[key] = weight.values.detach()
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        for weight in weights.values() if swaps else ():
+            weight.before_apply()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for name, weight in weights.items():
-            values = self._parameters.get(name)
-            if values is not None and values is not weight.values:  # assign=True
-                weight.bind(values)
+        for weight in weights.values():
+            if swaps:
+                weight.bind(weight.values)
             else:
                 weight.refresh()  # compiled code does not check whether it is stale
 

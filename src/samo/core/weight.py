@@ -82,7 +82,7 @@ class Weight:
     _dense_version: int
     _address: int
     _synced: Tensor | None  # shares the values' memory, so that no other can have its address
-    _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
+    _taken: nn.Parameter | None = None  # by `take`: FSDP2 swaps it in and out in every pass
 
     def __init__(
         self,
@@ -367,20 +367,22 @@ class Weight:
         else:
             self.prepare_traced()
 
-    def adopt(self, values: nn.Parameter) -> None:
-        """Compute with a parameter that replaces ours, such as FSDP2's unsharded one.
+    def take(self, values: nn.Parameter) -> None:
+        """Compute with a parameter that replaces ours: a user's, or FSDP2's unsharded one.
 
         FSDP2 writes to it without bumping versions, so a resident copy would go stale: the weight
-        becomes streamed. The new parameter also sets the compute and gradient dtype.
+        becomes streamed. A new dtype is that of computation and gradients, too.
         """
-        if values is self._adopted:
+        if values is self._taken:
             self.values = values
         if values is self.values:
             return
-        self.is_resident, self._adopted = False, values
+        if self.mesh is not None:
+            self.is_resident, self._taken = False, values
+        if self.mesh is not None or values.dtype != self.values.dtype:
+            self.layout = self.layout._replace(grad_dtype=values.dtype)
         if values.dtype != self.values.dtype:
             self.dtype = values.dtype
-        self.layout = self.layout._replace(grad_dtype=values.dtype)
         self.bind(values)
 
     @_untracked
@@ -418,13 +420,19 @@ class Weight:
         self.sync_written()
         _WEIGHTS.pop(id(self.values), None)
         self.dense = self._plain = self._tracked = self._synced = None
-        self._streamed = self._adopted = None
+        self._streamed = self._taken = None
 
     def after_apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Adopt the device and compute dtype that ``Module._apply`` gave the values."""
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         self.dtype = dtype if dtype.is_floating_point else self.dtype
         self.bind(self.values)
+
+    def with_values(self, values: nn.Parameter) -> "Weight":
+        """Return a weight like this one for other values."""
+        made = Weight.__new__(Weight)
+        made.__setstate__({**self.__getstate__(), "values": values})
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the rest is rebuilt."""
