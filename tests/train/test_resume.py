@@ -233,6 +233,33 @@ def test_a_finished_run_only_ends_again_or_is_extended(run: Path) -> None:
     assert recorded(run).run.steps == 12
 
 
+def test_losses_on_other_batches_are_not_compared_after_a_kill_either(run: Path) -> None:
+    longer = recorded(run, steps=12, eval_batches=1, save_every=50, eval_every=50)
+    with pytest.raises(CrashError):
+        resume(run, config=longer, listeners=[crash_at(10)])
+    resume(run)
+    assert read_progress(run, "best")["step"] == 12
+
+
+@pytest.mark.parametrize("keep", [1, 20])
+def test_a_run_that_returns_to_an_older_checkpoint_forgets_a_later_best(
+    tmp_path: Path, text: Path, keep: int
+) -> None:
+    config = small(text, lr=1e-2, eval_every=1, save_every=1, keep=20, dense_steps=0)
+    run = train(config, tmp_path / "run").folder
+    assert read_progress(run, "best")["step"] > 4
+    if keep == 1:  # that of the older best is gone
+        for step in (1, 2, 3):
+            shutil.rmtree(run / "checkpoints" / f"step-{step}")
+    resume(run / "checkpoints" / "step-4", config=recorded(run, steps=5, eval_every=20, keep=keep))
+    best = read_progress(run, "best")["step"]
+    assert best <= 5
+    progress = read_progress(run)
+    assert progress["best_step"] == best
+    kept = {path.name for path in (run / "checkpoints").glob("step-*")}
+    assert kept == (set() if keep == 1 else {f"step-{step}" for step in range(1, 6)})
+
+
 def test_a_run_that_returns_to_its_best_keeps_whole_lines(run: Path) -> None:
     """Back at the best, then killed before its first save: the next resume starts there too."""
     best = read_progress(run, "best")["step"]

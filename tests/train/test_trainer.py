@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import samo
+from samo.cli.train import _how_saved
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models.gpt import GPT
@@ -19,6 +21,7 @@ from samo.models.shapes import GPTConfig
 from samo.train import events
 from samo.train.config import with_values
 from samo.train.gpt_subject import GPTSubject
+from samo.train.learner import Learner
 from samo.train.metrics import TensorBoard
 from samo.train.trainer import Result, resume, train
 from tests.core.twins import mask_
@@ -272,6 +275,48 @@ def test_an_interrupted_sample_is_left_out(run: Path, monkeypatch: pytest.Monkey
     assert resume(run).step == 8
     assert lines(run, "sample") == before
     assert lines(run, "end")[-1]["reason"] == "done"
+
+
+def test_a_complete_run_is_saved_even_if_its_last_batch_has_no_finite_loss(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_loss, seen = Learner.whole_loss, list[float]()
+
+    def last_is_nan(self: Learner, loss: Any) -> float:
+        seen.append(whole_loss(self, loss))
+        return math.nan if len(seen) == 8 else seen[-1]
+
+    monkeypatch.setattr(Learner, "whole_loss", last_is_nan)
+    result = train(small(text), tmp_path / "run")
+    assert (result.step, result.saved_step) == (8, 8)
+    assert read_progress(tmp_path / "run")["step"] == 8
+
+
+def test_an_interrupted_run_whose_loss_is_not_finite_does_not_claim_a_checkpoint(
+    tmp_path: Path, text: Path
+) -> None:
+    config = small(text, mode="dense", lr=1e30, warmup_steps=0, steps=30, eval_every=30)
+    result = train(config, tmp_path / "run", listeners=[interrupt_at(10)])
+    assert result.signal == signal.SIGTERM
+    saved = [line["step"] for line in lines(tmp_path / "run", "save")]
+    assert result.saved_step == (saved[-1] if saved else None) != result.step
+    assert "not saved, since its loss is not finite; the" in _how_saved(result)
+
+
+def test_lines_of_metrics_do_not_time_dense_and_pruned_steps_together(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = Learner.backward
+
+    def slow(self: Learner, batches: Any) -> Any:
+        time.sleep(0.5 if self.phase == "dense" else 0)
+        return backward(self, batches)
+
+    monkeypatch.setattr(Learner, "backward", slow)
+    train(small(text, log_every=4), tmp_path / "run")
+    first = lines(tmp_path / "run", "step")[0]
+    assert (first["step"], first["phase"]) == (4, "samo")
+    assert first["step_ms"] < 300
 
 
 @pytest.mark.parametrize(

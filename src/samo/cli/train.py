@@ -99,10 +99,18 @@ def _how_pruned(method: str) -> str:
     return f"the model is pruned first: --method {method}{data}"
 
 
+def _how_saved(result: Result) -> str:
+    if result.saved_step == result.step:
+        return ", and saved"
+    step = result.saved_step
+    last = "there is no checkpoint" if step is None else f"the last checkpoint is of step {step:,}"
+    return f", not saved, since its loss is not finite; {last}"
+
+
 def _summarise(console: Console, result: Result) -> None:
     """Print the result, and where it is."""
     if result.signal is not None:
-        say(console, f"interrupted at step {result.step:,}, and saved. To resume:")
+        say(console, f"interrupted at step {result.step:,}{_how_saved(result)}. To resume:")
         say(console, f"  {launch_env.resume_command(result.folder)}")
         return
     from samo.report.page import write_report  # loads matplotlib, for which there may be no time

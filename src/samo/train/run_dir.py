@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from samo.checkpoint import remove
+from samo.checkpoint import copy, read_manifest, remove
 from samo.checkpoint.manifest import NAME
 from samo.errors import ConfigError, RunError
 from samo.train.config_io import from_dict
@@ -64,10 +64,27 @@ class RunDir:
             number = path.name.removeprefix("step-")
             if number.isascii() and number.isdigit():
                 found[int(number)] = path
-        newest = [step for step in sorted(found) if up_to is None or step <= up_to][-all_but:]
+        steps = sorted(step for step in found if up_to is None or step <= up_to)
+        newest = steps[max(len(steps) - all_but, 0) :]
         for step, path in found.items():
             if step not in newest:
                 remove(path)
+
+    def restore_best(self, step: int | None, *, up_to: int) -> bool:
+        """Replace a best checkpoint after step ``up_to`` by that of ``step``; return whether it stays.
+
+        A run that resumes from an older checkpoint drops later steps. Without that of ``step`` the
+        best one is removed.
+        """
+        if not (self.best / NAME).exists():
+            return False
+        if read_manifest(self.best).extra["progress"]["step"] <= up_to:
+            return True
+        if step is None or not (self.kept(step) / NAME).exists():
+            remove(self.best)
+            return False
+        copy(self.kept(step), self.best)
+        return True
 
     @classmethod
     def create(cls, path: Path) -> "RunDir":

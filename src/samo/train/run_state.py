@@ -31,10 +31,15 @@ class Progress:
     valid_step: int | None = None
     best_loss: float | None = None
     best_step: int | None = None
+    eval_batches: int | None = None  # of the validation with the best loss
     metrics_bytes: int = 0
     phase: Phase = "dense"
     accounted: Phase | None = None
     skipped_steps: int = 0
+
+    def forget_best(self) -> None:
+        """Let the next validation be the best: its loss cannot be compared with earlier ones."""
+        self.best_loss = self.best_step = None
 
 
 def _read_progress(path: Path) -> Progress:

@@ -98,6 +98,7 @@ class Saver:
         step = progress["step"]
         if progress.get("best_step") == step:
             copy(folder.last, folder.best)
-        if self._run.keep > 1:
+        keep = self._run.keep if self._run.keep > 1 else 0  # the last one is kept as it is
+        if keep:
             copy(folder.last, folder.kept(step))
-            folder.remove_kept(all_but=self._run.keep)
+        folder.remove_kept(all_but=keep)

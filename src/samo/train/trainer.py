@@ -54,6 +54,7 @@ class Result(NamedTuple):
 
     folder: Path
     step: int  # steps taken
+    saved_step: int | None  # of its last checkpoint
     valid_loss: float | None  # of the last validation
     signal: int | None  # the signal that interrupted it; None if it is complete
     ledger: Ledger | None  # the bytes of its state, if it was compressed
@@ -122,19 +123,24 @@ def resume(
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         state = RunState(subject, ranks, checkpoint if has_checkpoint else None)
         run, progress = subject.config.run, state.progress
-        if run.eval_batches != recorded.run.eval_batches:
-            progress.best_loss = None  # losses on other batches cannot be compared
+        if run.eval_batches != progress.eval_batches:
+            progress.forget_best()
         before = (recorded.run.weights, recorded.mesh.shard)
         if (run.weights, resolved.mesh.shard) != before:
             progress.accounted = None  # its state has another size from here on
 
-        def write_changes() -> None:
+        def write_changes() -> bool:
+            has_best = True
             if checkpoint != folder.last:
                 copy_checkpoint(checkpoint, folder.last)  # later steps are dropped
                 folder.remove_kept(all_but=run.keep, up_to=progress.step)
+                has_best = folder.restore_best(progress.best_step, up_to=progress.step)
             folder.write_run(folder.read_run() | launch_record(subject.config, ranks))
+            return has_best
 
-        ranks.run_on_rank0("the run folder", write_changes)
+        has_best = ranks.run_on_rank0("the run folder", write_changes)
+        if not ranks.all_gather("the best checkpoint", has_best)[0]:
+            progress.forget_best()
         return Trainer(folder, state, listeners).run()
 
 
@@ -200,7 +206,8 @@ class Trainer:
         self.reporter = Reporter(listeners)
         self.report = self.reporter.on
         self.nonfinite_lines = 0
-        self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
+        self.saved_step = progress.step or None
+        self.last_line = self.line
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
@@ -223,17 +230,29 @@ class Trainer:
                 with suppress(RunError):
                     self.report(events.Ended(step=self.progress.step, reason="failed"))
                 raise
+            finally:
+                staging.release()
         result = Result(
             folder=self.folder.path,
             step=self.progress.step,
+            saved_step=self.saved_step,
             valid_loss=self.progress.valid_loss,
             signal=signal,
             ledger=self.learner.ledger(),
         )
-        staging.release()
         self.learner.close()
         self.ranks.leave()
         return result
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the loss of the last validation, if there was one, is finite."""
+        return self.progress.valid_loss is None or math.isfinite(self.progress.valid_loss)
+
+    @property
+    def line(self) -> tuple[int, int, float]:
+        """What the next line of metrics counts from."""
+        return self.progress.step, self.progress.tokens, self.progress.elapsed_s
 
     def fit(self) -> int | None:
         """Train, and generate a sample at the end; return the signal that interrupted it."""
@@ -249,7 +268,7 @@ class Trainer:
         if progress.step < run.steps:
             self.report(events.Ended(step=progress.step, reason="interrupted"))
             return signal
-        if progress.valid_loss is not None and not math.isfinite(progress.valid_loss):
+        if not self.is_valid:
             raise self.diverged(f"its validation loss is {progress.valid_loss}")
         self.generate_sample()
         self.subject.finish(self.folder, self.learner)
@@ -271,7 +290,7 @@ class Trainer:
                 events.Pruned(step=0, kept=kept, numel=numel, sparsity=sparsity, reason="masks")
             )
             self.evaluate()
-            self.progress.best_loss = None  # of those that a checkpoint holds
+            self.progress.forget_best()  # no checkpoint holds this model
 
     def loop(self) -> int | None:
         """Take steps until the last one or a signal, which is returned."""
@@ -296,7 +315,8 @@ class Trainer:
                 if request == "finish" or (self.saver.is_done and not self.saver.has_failed):
                     self.finish_save()
                 is_due = is_last or is_best or request == "save" or signal is not None
-                is_good = not self.nonfinite_lines  # or the last good checkpoint would go
+                # Of a model that may have diverged, or the last good checkpoint would go.
+                is_good = self.is_valid if is_last else not self.nonfinite_lines
                 if is_good and (is_due or progress.step % run.save_every == 0):
                     self.save()
                 else:
@@ -347,7 +367,8 @@ class Trainer:
             raise self.diverged(str(error)) from error
         masking.start_changing()
         self.report(pruned)
-        progress.best_loss = None  # dense losses do not count for a pruned model
+        progress.forget_best()  # dense losses do not count for a pruned model
+        self.last_line = self.line  # nor do the times of dense steps
         if progress.step:
             self.saver.prepare()  # while it evaluates
             if self.evaluate():
@@ -363,15 +384,15 @@ class Trainer:
             self.report(seen)
         if (change := self.masking.change(progress.step)) is not None:
             self.report(change)
-            if change.dropped != change.grown:  # losses of a sparser model cannot be compared
-                progress.best_loss = progress.accounted = None
+            if change.dropped != change.grown:  # the model is sparser
+                progress.forget_best()
+                progress.accounted = None
 
     def log(self, loss: float, norm: float, lr: float) -> None:
         """Write a line of metrics, and what each rank has sent."""
         progress = self.progress
-        line = (progress.step, progress.tokens, progress.elapsed_s)
-        steps, tokens, seconds = (now - then for now, then in zip(line, self.last_line))
-        self.last_line = line
+        steps, tokens, seconds = (now - then for now, then in zip(self.line, self.last_line))
+        self.last_line = self.line
         seconds = max(seconds, 1e-9)  # a damaged elapsed_s may be too large to add to
         memory_bytes = memory_in_use(self.learner.device)
         self.report(
@@ -425,6 +446,7 @@ class Trainer:
         is_best = progress.best_loss is None or loss < progress.best_loss
         if is_best and math.isfinite(loss):
             progress.best_loss, progress.best_step = loss, progress.step
+            progress.eval_batches = self.config.run.eval_batches
             return True
         return False
 
@@ -455,6 +477,7 @@ class Trainer:
             self.folder.check_in_place()  # the better error, if the folder was moved meanwhile
             raise
         if saved is not None:
+            self.saved_step = saved.step
             self.report(saved)
 
     def generate_sample(self) -> None:
