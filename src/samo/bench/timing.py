@@ -2,6 +2,7 @@
 
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -79,8 +80,12 @@ def spread(times: Sequence[float]) -> dict[str, float]:
     """Return the median and the 20th and 80th percentile, with five digits."""
     ordered = sorted(times)
     last = len(ordered) - 1
-    at = {"p20": 0.2, "median": 0.5, "p80": 0.8}
-    return {name: float(f"{ordered[round(part * last)]:.5g}") for name, part in at.items()}
+    found = {
+        "p20": ordered[round(0.2 * last)],
+        "median": statistics.median(ordered),
+        "p80": ordered[round(0.8 * last)],
+    }
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> float:

@@ -74,7 +74,7 @@ class Display:
                 self._state = f"  {which}state {size(event.rank_bytes[0])}"
 
     def _start(self, event: events.Started) -> None:
-        run = None if self.folder is None else read_run(self.folder)
+        run = None if self.folder is None else read_run(self.folder, last_bytes=2**20)
         if run is not None:
             say(self._console, f"run folder: {self.folder}")
             self._of = " (text and teacher)" if run.has_teacher else ""

@@ -65,7 +65,7 @@ def _train(command: Train | Finetune, console: Console, display: Display) -> Res
         path, folder = command.resume, RunDir.find(command.resume)
         recorded = folder.config()
         config = resolve_resumed(recorded, command)
-        is_done = path == folder.path and read_run(path).end == "done" and folder.has_checkpoint
+        is_done = path == folder.path and folder.has_checkpoint and has_ended(path)
         if is_done and config.run.steps == recorded.run.steps:
             tell(f"'{path}' is complete; extend it with --steps")
             return None
@@ -92,6 +92,11 @@ def _train(command: Train | Finetune, console: Console, display: Display) -> Res
         config = again(RunDir.find(display.folder).config(), command.mesh)
         return resume(display.folder, config=config, listeners=listeners, ranks=ranks)
     return train(resolved, display.folder, listeners=listeners, ranks=ranks)
+
+
+def has_ended(path: Path) -> bool:
+    """Return whether a run is complete, from the end of its metrics, which may be long."""
+    return read_run(path, last_bytes=2**20).end == "done"
 
 
 def _how_pruned(method: str) -> str:

@@ -117,7 +117,7 @@ def cached(
     versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     facts = (str(source), versions, tokenizer.fingerprint, dtype)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    prefix = f"{path.name}-{digest[:12]}-"
+    prefix = f"{path.name[:80]}-{digest[:12]}-"
     for found in cache.glob(f"{glob.escape(prefix)}*.tokens"):
         if found.stat().st_size:  # an empty file cannot be mapped
             mapped = np.asarray(np.memmap(found, dtype=np.uint8, mode="r"))

@@ -46,11 +46,15 @@ class Tokens:
         digest = hashlib.sha256(repr([len(segment) for segment in self.segments]).encode())
         last = max(self.num_tokens - _BLOCK_TOKENS, 0)
         starts = [last * number // (_NUM_BLOCKS - 1) for number in range(_NUM_BLOCKS)]
+        pieces = (each for start in starts for each in self._between(start, start + _BLOCK_TOKENS))
         if self.num_tokens <= _READ_IN_FULL:
-            starts = list(range(0, self.num_tokens, _BLOCK_TOKENS))
-        for start in starts:
-            for piece in self._between(start, start + _BLOCK_TOKENS):
-                digest.update(piece.astype("<u4").tobytes())
+            pieces = (
+                segment[start : start + _BLOCK_TOKENS]
+                for segment in self.segments
+                for start in range(0, len(segment), _BLOCK_TOKENS)
+            )
+        for piece in pieces:
+            digest.update(piece.astype("<u4").tobytes())
         return digest.hexdigest()
 
     def split(self, valid_fraction: float, min_tokens: int) -> tuple["Tokens", "Tokens"]:

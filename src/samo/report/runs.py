@@ -108,13 +108,13 @@ def _timeline(line: events.Scheduled | None) -> Timeline | None:
     return Timeline(line.num_stages, line.micro_batches, passes) if passes else None
 
 
-def read_run(path: str | Path) -> Run:
-    """Read a run folder; raise RunError if it is none."""
+def read_run(path: str | Path, **options: Any) -> Run:
+    """Read a run folder; raise RunError if it is none. ``options`` are those of `read_events`."""
     folder = RunDir(Path(path))
     folder.check_is_run()
     if folder.metrics.exists() and not folder.metrics.is_file():  # a pipe would block
         raise RunError(f"'{folder.metrics}' is not a regular file; leave this run out")
-    return Run(folder.path, folder.read_run(), *read_events(folder.metrics))
+    return Run(folder.path, folder.read_run(), *read_events(folder.metrics, **options))
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

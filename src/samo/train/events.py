@@ -201,8 +201,8 @@ class Ticked(Event):
     """Any optimizer step. For displays: not written."""
 
 
-_MAX_BYTES: Final = 2**28
-"""Largest file of events read: millions of lines."""
+_MOST_READ: Final = 2**28
+"""Bytes of a file of events that are read, from its end: about a million lines."""
 _KINDS: Final = {name: kind for kind, name in NAMES.items()}
 _FIELDS: Final = {kind: typing.get_type_hints(kind) for kind in NAMES}
 
@@ -241,14 +241,14 @@ def from_json(line: str | bytes) -> Event | None:
         raise ValueError(f"not an event: {error!r}") from None
 
 
-def read_events(path: Path) -> tuple[list[Event], int]:
-    """Read a file of events, and count lines that cannot be read; a missing file is empty.
+def read_events(path: Path, *, last_bytes: int = _MOST_READ) -> tuple[list[Event], int]:
+    """Read the end of a file of events, and count broken lines; a missing file is empty.
 
     A kill may leave one broken line, the last.
     """
     events, broken = [], 0
     try:
-        lines = untrusted.read_file(path, _MAX_BYTES).splitlines() if path.exists() else []
+        lines = untrusted.read_end(path, last_bytes).splitlines() if path.exists() else []
     except (OSError, ValueError) as error:
         raise RunError(f"'{path}' cannot be read: {error}; leave this run out") from None
     for line in filter(bytes.strip, lines):

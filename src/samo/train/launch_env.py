@@ -1,6 +1,7 @@
 """The launcher, as torchrun and samo launch describe it in the environment of a rank."""
 
 import ctypes
+import glob
 import os
 import shlex
 import signal
@@ -45,7 +46,7 @@ def restarted_dir(out: Path | None, parent: Path, name: str) -> Path | None:
 
     It is ``out``; if that is None, `samo.train.run_dir.free_dir` has chosen it in ``parent``.
     """
-    for path in [out] if out is not None else sorted(parent.glob(f"{name}*")):
+    for path in [out] if out is not None else sorted(parent.glob(f"{glob.escape(name)}*")):
         with suppress(RunError):
             if RunDir.find(path).read_run().get("launcher") == launcher():
                 return path

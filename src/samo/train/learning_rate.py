@@ -9,8 +9,8 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
     """Return the learning rate of a step, counted from 1 to ``steps``."""
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
-    # 0 at the end of the warmup, 1 at the last step; longer runs than planned stay at 1
-    progress = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps, 1), 1.0)
+    # 0 at the end of the warmup, 1 after the last step, which still learns; it stays 1 from there.
+    progress = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps + 1, 1), 1.0)
     match optim.schedule:
         case "constant":
             height = 1.0

@@ -89,13 +89,17 @@ class TensorBoard:
 class WandB:
     """Sends the same numbers to a project of Weights & Biases."""
 
-    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, project: str, folder: Path, config: dict[str, Any], run_id: str) -> None:
         import wandb
 
-        # The folder's name as id: a run that resumes goes on in its charts.
         name = folder.resolve().name
         self._run: Any = wandb.init(
-            project=project, name=name, id=name, resume="allow", dir=str(folder), config=config
+            project=project,
+            name=name,
+            id=f"{name}-{run_id}",  # a run that resumes goes on in its charts, and no other does
+            resume="allow",
+            dir=str(folder),
+            config=config,
         )
         self.close = self._run.finish
 
@@ -113,7 +117,9 @@ class Reporter:
         self._files = ExitStack()
         self._metrics: MetricsFile | None = None
 
-    def open_files(self, folder: Path, *, step: int, size: int | None, config: Config) -> None:
+    def open_files(
+        self, folder: Path, *, step: int, size: int | None, config: Config, run_id: str
+    ) -> None:
         """Open the metrics file, TensorBoard's if it is installed, and W&B if it is asked for."""
         self._metrics = self._open(MetricsFile(folder / "metrics.jsonl", size=size))
         if is_installed("tensorboard"):
@@ -122,7 +128,7 @@ class Reporter:
             except OSError as error:
                 _logger.warning("TensorBoard gets no events: %s", error)
         if config.run.wandb is not None:
-            self._open(WandB(config.run.wandb, folder, to_dict(config)))
+            self._open(WandB(config.run.wandb, folder, to_dict(config), run_id))
 
     def _open(self, listener: Any) -> Any:
         self._listeners.append(self._files.enter_context(closing(listener)))
@@ -148,8 +154,9 @@ class Reporter:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is there."""
-    return importlib.util.find_spec(package) is not None
+    """Return whether a package is there; a folder of that name, such as W&B's own, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _scalars(event: Event) -> dict[str, float]:

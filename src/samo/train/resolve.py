@@ -6,6 +6,7 @@ gradual             masks keep everything at first, and lose weights step by ste
 set, rigl           masks keep their sparsity, and move
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from samo.train.finetune_config import KINDS, Config, FinetuneConfig
 from samo.train.metrics import is_installed
 from samo.train.rules import CHANGING, MOVING, check_ranges, flag, problems
 from samo.utils.formatting import counted
+
+_log: Final = logging.getLogger(__name__)
 
 DEFAULT_SPARSITY: Final = 0.9
 DTYPES: Final[dict[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -135,7 +138,8 @@ def with_steps(config: FinetuneConfig, sequences: int) -> FinetuneConfig:
     run = config.run
     taken = run.batch_size * run.accumulate
     epochs = _given(run.epochs, 1.0)
-    steps = _given(run.steps, max(1, math.ceil(epochs * sequences / taken)))
+    # Rounded, since 1.1 * 50 is 55.000000000000007.
+    steps = _given(run.steps, max(1, math.ceil(round(epochs * sequences / taken, 9))))
     warmup_steps = _given(config.optim.warmup_steps, math.ceil(0.03 * steps))
     # The steps say it from here on.
     return with_values(config, steps=steps, epochs=AUTO, warmup_steps=warmup_steps)
@@ -180,6 +184,9 @@ def resolve_resumed(recorded: Config, wanted: Config) -> Config:
             f"--steps {steps:,} ends in the run's dense phase of {counted(dense, 'step')}, which "
             "it keeps; raise it, or leave it out"
         )
+    if sections["run"].wandb is not None and not is_installed("wandb"):
+        _log.warning("W&B gets no events: its package wandb is not installed here")
+        sections["run"] = replace(sections["run"], wandb=None)
     return resolve(KINDS[recorded.kind](**sections))
 
 

@@ -71,10 +71,9 @@ class RunDir:
                 remove(path)
 
     def restore_best(self, step: int | None, *, up_to: int) -> bool:
-        """Replace a best checkpoint after step ``up_to`` by that of ``step``; return whether it stays.
+        """Drop a best checkpoint after step ``up_to`` for that of ``step``; return if there is one.
 
-        A run that resumes from an older checkpoint drops later steps. Without that of ``step`` the
-        best one is removed.
+        A run that resumes from an older checkpoint drops later steps.
         """
         if not (self.best / NAME).exists():
             return False

@@ -1,6 +1,7 @@
 """The record of a run, as it stands in ``run.json``."""
 
 import datetime
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def run_record(subject: Subject, out: Path, learner: Learner) -> dict[str, Any]:
     config, text = subject.config, subject.text
     return {
         "name": out.resolve().name,
+        "id": secrets.token_hex(4),
         "kind": config.kind,
         "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

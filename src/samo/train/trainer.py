@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import torch
 
 from samo.checkpoint import copy as copy_checkpoint, staging
-from samo.data.batches import Batch, validation_batches
+from samo.data.batches import IGNORE, Batch, validation_batches
 from samo.data.examples import Examples
 from samo.errors import CheckpointError, DataError, RunError, SamoError
 from samo.memory.ledger import Ledger
@@ -217,8 +217,9 @@ class Trainer:
             if self.ranks.is_first:
                 step, size = self.progress.step, self.progress.metrics_bytes
                 valid = None if step >= self.config.run.steps else size  # a complete run's are all
+                run_id = str(self.folder.read_run().get("id", ""))
                 self.reporter.open_files(
-                    self.folder.path, step=step, size=valid, config=self.config
+                    self.folder.path, step=step, size=valid, config=self.config, run_id=run_id
                 )
             try:
                 signal = self.fit()
@@ -491,7 +492,10 @@ class Trainer:
         if isinstance(valid, Examples) and (asked := valid.prompt()) is not None:
             prompt_T = torch.from_numpy(asked).long()
         else:
-            prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
+            batch = next(self.validation_batches((0, 1)))
+            places = (batch.targets_BT[0] != IGNORE).nonzero()  # padding follows the last of them
+            num_tokens = int(places.max()) + 1 if places.numel() else 1
+            prompt_T = batch.inputs_BT[0, : min(num_tokens, _PROMPT_TOKENS)]
         try:
             with self.learner.in_eager():  # every token is a new shape
                 tokens_T = self.subject.sample(self.learner, prompt_T)

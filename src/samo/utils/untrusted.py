@@ -30,6 +30,16 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     return data
 
 
+def read_end(path: str | os.PathLike[str], num_bytes: int) -> bytes:
+    """Return the last bytes of a file, from the start of a line; raise ValueError if it is none."""
+    start = check_file(path).st_size - num_bytes
+    with open(path, "rb") as stream:
+        if start > 0:
+            stream.seek(start - 1)  # the line feed before a whole line
+        data = stream.read(num_bytes + 1)
+    return data.partition(b"\n")[2] if start > 0 else data
+
+
 def num_values(text: bytes) -> int:
     """Return at least the number of values in JSON, without parsing it."""
     return sum(map(text.count, (b",", b"[", b"{")))
