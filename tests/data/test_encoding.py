@@ -86,7 +86,7 @@ def test_text_that_is_not_utf8_is_refused_with_the_offset(
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xc3\xa9" * before + b"\n" + content)
     place = 2 * before + 1 + offset
-    message = rf"data file '.*a.txt' is not UTF-8: byte {place:,} is 0x{byte}; convert it \(iconv"
+    message = rf"data file '.*a.txt' is not UTF-8: byte {place:,} is 0x{byte}; convert it, for exam"
     with pytest.raises(DataError, match=message):
         list(pieces(path, 2**20))
 

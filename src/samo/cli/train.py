@@ -142,7 +142,7 @@ def _summarise(console: Console, result: Result) -> None:
         say(console, f"warning: {wrong}")
     if model.is_dir():
         say(console, "\nTo use it:")
-        say(console, f"  samo generate {model} --prompt TEXT   # or --chat, for a chat model")
-        say(console, f"  samo export {model} --out DIR      # dense, for every tool")
+        say(console, f"  samo generate {model} --prompt TEXT  # or --chat, for a chat model")
+        say(console, f"  samo export {model} --out DIR        # dense, for every tool")
         say(console, f"  import samo; AutoModelForCausalLM.from_pretrained('{model}')")
     show_sample(console, run)

@@ -174,12 +174,13 @@ def open_examples(
         is_full = spans_N4[:, 2] - spans_N4[:, 1] > context
         num_long = int(np.count_nonzero(is_full & ~is_learned))
         first = int(_numbers(spans_N4)[np.argmin(is_learned)]) + 1
+        num_empty = num_out - num_long
+        long = f"{num_long:,} with no token to learn among the first {context:,} (--context)"
+        empty = f"{num_empty:,} with none at all: no message of the assistant, say"
         _log.warning(
-            "%s of %s examples in %s left out, the first of them number %s: %s have no token to "
-            "learn among the first %s (--context), %s have none at all, as a conversation without "
-            "a message of the assistant",
+            "%s of %s examples in %s left out, the first of them example %s: %s",
             *(f"{num_out:,}", f"{count:,}", names, f"{first:,}"),
-            *(f"{value:,}" for value in (num_long, context, num_out - num_long)),
+            ", and ".join([long] * (num_long > 0) + [empty] * (num_empty > 0)),
         )
     return Examples(segments, spans_N4[is_learned], limit, is_packed)
 

@@ -28,6 +28,9 @@ from samo.data.tokenizers import Tokenizer
 from samo.errors import DataError, nearest
 from samo.utils import atomic_io
 
+_COMPRESSED: Final = (b"\x1f\x8b", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
+"""How files of gzip, xz and zstd begin."""
+
 TOKEN_SUFFIXES: Final = (".npy", ".bin")
 
 _HEAD_BYTES: Final = 2**24
@@ -87,8 +90,10 @@ def map_text(path: Path) -> NDArray[np.uint8]:
     """Map the bytes of a text file; DataError if it is binary."""
     mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     # Binary files have a NUL early. Searching all of a large text would delay the first step.
-    position = mapped[:_HEAD_BYTES].tobytes().find(0)
-    if position >= 0:
+    head = mapped[:_HEAD_BYTES].tobytes()
+    if head.startswith(_COMPRESSED):
+        raise DataError(f"data file '{path}' is compressed; unpack it first")
+    if (position := head.find(0)) >= 0:
         raise DataError(
             f"data file '{path}' is not text: byte {position:,} is NUL; "
             "name token files .npy (integers) or .bin (16-bit, little endian)"
@@ -170,8 +175,8 @@ def pieces(path: Path, least: int) -> Iterator[str]:
             start = raw.tell() - len(error.object) + error.start
             raise DataError(
                 f"data file '{path}' is not UTF-8: byte {start:,} is "
-                f"0x{error.object[error.start]:02x}; convert it (iconv -t utf-8), "
-                "or use --tokenizer bytes"
+                f"0x{error.object[error.start]:02x}; convert it, for example "
+                "with iconv -f latin1 -t utf-8"
             ) from None
     if lines:
         yield "".join(lines)

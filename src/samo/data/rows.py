@@ -152,6 +152,9 @@ def _example(row: object) -> Example:
         return Text(_string(known, "text"))
     found = ", ".join(f"'{str(key)[:40]}'" for key in list(known)[:8]) or "nothing"
     hint = ""
+    keys = "text", "prompt", "completion", "messages"
+    if nulls := [key for key in keys if key in row and key not in known]:
+        hint = f"{' and '.join(map(repr, nulls))} is null; "
     if "conversations" in known:
         hint = "rename it to 'messages', 'from' to 'role' and 'value' to 'content'; "
     if "instruction" in known:

@@ -105,10 +105,16 @@ def matching(patterns: Iterable[str], names: Mapping[str, object], argument: str
         if not hits:
             raise ValueError(
                 f"{argument} pattern '{pattern}' matches no parameter{nearest(pattern, names)}; "
-                "patterns are shell-style, for example 'layers.0.*'"
+                f"patterns are shell-style, for example '{_example(names)}'"
             )
         found.update(hits)
     return found
+
+
+def _example(names: Mapping[str, object]) -> str:
+    """Return a pattern that matches a few of the names: of the first block, if there are any."""
+    first = next((name for name in names if ".0." in name), None)
+    return "layers.0.*" if first is None else first.partition(".0.")[0] + ".0.*"
 
 
 def is_empty(parameter: Tensor) -> bool:

@@ -73,9 +73,7 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
     states: tuple[Literal["exact", "lean"], ...] = ("exact",)
     kinds: tuple[Literal["resident", "streamed"], ...] = ("resident",)
     if scheme == "samo":
-        kinds = ("resident", "streamed")
-        if job.dtype == "bfloat16":
-            states = ("exact", "lean")
+        kinds, states = ("resident", "streamed"), ("exact", "lean")
     for pipe in range(1, min(len(job.network.layers), cluster.num_gpus) + 1):
         data, rest = divmod(cluster.num_gpus, pipe)
         if rest or data > job.batch:

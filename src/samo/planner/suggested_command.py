@@ -99,7 +99,7 @@ def _python(plan: "Plan", own: Layout) -> str:
     sparsity, rules = _sparsities(job)
     by_rule = f", rules={rules}" if rules else ""
     types = dtype
-    if own.state == "lean":
+    if own.state == "lean" and job.dtype == "bfloat16":
         types += ", value_dtype=torch.bfloat16"
     elif own.num_ranks == 1 and job.dtype == "bfloat16":
         types += ", grad_dtype=torch.bfloat16"

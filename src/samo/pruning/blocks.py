@@ -181,6 +181,11 @@ def _checked(batch: object) -> Batch:
             "calibration must be batches, each a tensor of tokens (B x T) or a dict of the model's "
             f"inputs, got {type(batch).__name__}"
         )
+    if isinstance(batch, Tensor) and not batch.is_floating_point() and batch.dim() != 2:
+        raise ValueError(
+            f"a batch of calibration must be B x T tokens, got {tuple(batch.shape)}; pass a list "
+            "of such batches"
+        )
     return batch
 
 

@@ -136,7 +136,7 @@ def warnings(run: Run) -> str:
     """Return what is wrong with a run; empty if nothing is."""
     lost = sum(math.isnan(step.loss) for step in run.steps)
     notes = [
-        diverged(run),
+        diverged(run) or worse(run),
         f"{lost:,} of {len(run.steps):,} logged losses are not finite" if lost else "",
         f"unreadable lines in metrics.jsonl: {run.broken_lines:,}" if run.broken_lines else "",
         "it failed" if run.end == "failed" else "",
@@ -155,6 +155,15 @@ def diverged(run: Run) -> str:
         return ""
     found = f"{loss(last)}, and guessing gives {loss(guessing)}" if math.isfinite(last) else "NaN"
     return f"it diverged: the validation loss is {found}; lower --lr, or raise --warmup-steps"
+
+
+def worse(run: Run) -> str:
+    """Say that a model that came pruned has a higher loss than before; else empty."""
+    first, last = run.evals[:1], run.last_eval
+    if not first or first[0].step or last is None or last.valid_loss <= first[0].valid_loss:
+        return ""
+    before = loss(first[0].valid_loss)
+    return f"the validation loss is higher than before training, {before}; lower --lr"
 
 
 def pruned(run: Run) -> str:

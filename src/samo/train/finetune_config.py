@@ -92,7 +92,7 @@ class FinetuneOptim(OptimConfig):
 
     lr: Amount = 2e-5
     """Peak learning rate. The default suits training all weights of a pretrained model. Heavily
-    pruned models, and small ones, recover faster with up to 10 times as much."""
+    pruned models, and small ones, recover faster with more: 1e-3 for SmolLM2-135M, 60 % pruned."""
     warmup_steps: OrAuto[Steps] = AUTO
     """Linear warmup. auto: 3 % of all steps."""
     final_lr: Amount = 0.0
