@@ -111,6 +111,9 @@ def test_a_diverged_run_says_so(tmp_path: Path) -> None:
     # A model that was worse before has not diverged.
     events = [stepped(8), evaluated(0, 17.9), evaluated(9, 17.8)]
     assert findings.warnings(read_run(write_events(path, events))) == ""
+    events = [stepped(8), evaluated(0, 4.5), evaluated(9, 4.6)]
+    found = findings.warnings(read_run(write_events(path, events)))
+    assert found == "the validation loss is higher than before training, 4.500; lower --lr"
 
 
 def test_runs_that_hold_the_same_are_not_ranked(tmp_path: Path) -> None:

@@ -300,14 +300,16 @@ def test_masks_come_from_the_folder_from_a_file_or_from_pruning(
 
 @pytest.mark.parametrize("how", [{"method": "magnitude"}, {}, {"method": "sparsegpt"}])
 def test_a_dense_model_is_pruned_on_the_way(
-    place: Path, tmp_path: Path, how: dict[str, Any]
+    place: Path, tmp_path: Path, how: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
     train(settings(place, "dense", sparsity=0.5, steps=1, sample_tokens=0, **how), run)
     (pruned,) = lines(run, "prune")
     assert (pruned["step"], pruned["sparsity"]) == (0, 0.5)
     assert last_masks(run).sparsity == 0.5
-    assert RunDir.find(run).config().prune.method == how.get("method", "wanda")
+    method = how.get("method", "wanda")
+    assert RunDir.find(run).config().prune.method == method
+    assert (f"{method} looks at " in caplog.text) == (method != "magnitude")
     assert [line["step"] for line in lines(run, "eval")] == [0, 1]
 
 

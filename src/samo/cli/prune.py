@@ -70,6 +70,8 @@ def run(command: Prune) -> int:
         say(console, "Chosen by magnitude; --method wanda --calibration FILE usually loses less")
     if is_folder:
         say(console, f"To train it: samo finetune {out} --data FILE")
+    elif is_language_model:
+        say(console, f"To train: samo finetune {command.source} --masks {out} --data FILE")
     return 0
 
 
@@ -98,7 +100,7 @@ def _check_flags(command: Prune, *, is_language_model: bool) -> None:
 
 def _default_out(command: Prune, *, is_language_model: bool) -> Path:
     if is_language_model and command.method != "zeros":
-        return Path(f"{command.source.resolve().name}-pruned")
+        return Path(f"{Path(os.path.abspath(command.source)).name}-pruned")  # not what it links to
     return Path(f"masks{_MASK_FILE}")
 
 

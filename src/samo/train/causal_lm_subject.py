@@ -5,6 +5,7 @@ dense one on the way. Others are opened on the CPU, in the dtype of their files,
 """
 
 import logging
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ _log: Final = logging.getLogger(__name__)
 
 _CONTEXT: Final = 1024
 _CALIBRATION_ROWS: Final = 128
+_FEW_TOKENS: Final = 2**15
 """Sequences of the training data that Wanda and SparseGPT look at, as their papers do."""
 
 
@@ -222,6 +224,12 @@ class CausalLMSubject(Subject):
                 seed=run.seed,
             )
             how |= {"calibration": found, "device": run.device}
+            if (size := sum(rows.numel() for rows in found)) < _FEW_TOKENS:
+                _log.warning(
+                    "%s looks at %s tokens of the training data only, and masks may be poor: use "
+                    "more data, or samo prune %s --calibration FILE first",
+                    *(settings.method, f"{size:,}", shlex.quote(str(self.config.source))),
+                )
         with pruning(self.config.source), refuse_zeros(otherwise="leave --sparsity out"):
             return prune(model, **how)
 
