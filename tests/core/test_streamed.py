@@ -932,3 +932,15 @@ def test_an_aotinductor_package_computes_as_the_model(strict: bool, tmp_path: Pa
             program, package_path=str(tmp_path / "model.pt2")
         )
         torch.testing.assert_close(torch._inductor.aoti_load_package(path)(X), model(X))
+
+
+def test_products_without_gradients_equal_dense_ones_bit_for_bit() -> None:
+    """torch folds the dimensions of an input by whether the weight requires a gradient."""
+    dense = nn.Linear(64, 64)
+    model = nn.Sequential(copy.deepcopy(dense))
+    masks = samo.prune(model, 0.5)
+    samo.compress_(model, masks, weights="streamed")
+    dense.load_state_dict(samo.dense_state_dict(model[0]))
+    x = torch.randn(2, 3, 64).transpose(0, 1)
+    with torch.no_grad():
+        assert torch.equal(model(x), dense(x))

@@ -151,6 +151,15 @@ def test_several_optimizers_are_one_account() -> None:
     assert account.dense_bytes == (16 + 20) * 4160
 
 
+def test_an_optimizer_that_accelerate_wraps_is_known() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = small_gpt()
+    opt = trained(model, torch.bfloat16)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(opt)
+    assert wrapped is not opt
+    assert str(samo.ledger(model, wrapped)) == str(samo.ledger(model, opt))
+
+
 def test_a_sparse_gradient_is_counted() -> None:
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8))
     samo.compress_(model, samo.prune(model, 0.5))

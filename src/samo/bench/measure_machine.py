@@ -20,7 +20,7 @@ from samo.distributed.mesh import mesh
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.planner.cost import stage_times
-from samo.planner.hardware import Cluster, Hardware, Link, write_hardware
+from samo.planner.hardware import PROCESS_BYTES, Cluster, Hardware, Link, write_hardware
 from samo.planner.memory import Job, Layout
 from samo.planner.network import gpt
 from samo.utils.environment import hardware as describe
@@ -127,9 +127,10 @@ class Machine:
             own = Link(bandwidth=rate, latency_s=latency / (2 * (self.ranks - 1)))
             factors |= {"intra": own, "link_fraction": 1.0}
         about, is_cuda = describe(self.device), self.device.type == "cuda"
+        memory_bytes = about["memory_bytes"] / (1 if is_cuda else self.ranks)
         return Hardware(
             name=name,
-            memory_bytes=about["memory_bytes"] / (1 if is_cuda else self.ranks),
+            memory_bytes=memory_bytes,
             flops=flops,
             bandwidth=bandwidth,
             flops_fraction=flops_fraction,
@@ -137,7 +138,7 @@ class Machine:
             gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)),
             overlap=1.0 if is_cuda else 0.0,
             launch_s=s["launches"] / 100,
-            reserved_bytes=0.8e9 if is_cuda else 0.0,
+            reserved_bytes=0.8e9 if is_cuda else min(PROCESS_BYTES, memory_bytes / 2),
             dtype=str(self.dtype).removeprefix("torch."),
             source=(
                 f"measured: {about['device_name']}, {counted(self.ranks, 'rank')}, "

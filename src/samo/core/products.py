@@ -148,7 +148,8 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
         return None  # let torch raise its own error
     args = (values, x, bias, layout, operation)
     if not torch.is_grad_enabled():
-        return _compute(*args, is_tracked=values.requires_grad)  # torch folds dimensions by it
+        # Torch folds dimensions by it; compilers do not.
+        return _compute(*args, is_tracked=values.requires_grad and not is_compiling)
     if is_compiling:
         return traced.product(*args)
     if (

@@ -160,7 +160,8 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
     if not any(isinstance(module, CompressedModule) for module in model.modules()):
         raise CompressionError("the model is not compressed; call samo.compress_(model, masks)")
     given = [opt] if isinstance(opt, Optimizer) else list(opt or ())
-    opts = [getattr(one, "optim", one) for one in given]  # what ZeroRedundancyOptimizer shards
+    # What ZeroRedundancyOptimizer shards, or Accelerate wraps.
+    opts = [getattr(one, "optim", getattr(one, "optimizer", one)) for one in given]
     owners: dict[int, tuple[Optimizer, dict[str, Any]]] = {
         id(param): (one, group)
         for one in opts

@@ -37,6 +37,8 @@ _PCIE_5: Final = Link(50e9, 1e-5)
 _ETHERNET_10G: Final = Link(1.25e9, 5e-5)
 _INFINIBAND_S: Final = 1e-5
 
+PROCESS_BYTES: Final = 1e9
+"""Memory of a process on a CPU besides tensors, with torch and transformers: assumed."""
 _MAY_BE_ZERO: Final = ("overlap", "launch_s", "latency_s", "reserved_bytes")
 _HUGE: Final = 1e300
 

@@ -5,11 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from samo.planner.hardware import Cluster, Hardware, Link, match_hardware
+from samo.planner.hardware import PROCESS_BYTES, Cluster, Hardware, Link, match_hardware
 from samo.utils.environment import hardware
-
-_PROCESS_BYTES = 0.5e9
-"""Memory of a process with torch, on a CPU: assumed."""
 
 
 def this_cluster(device: str, ranks: int) -> Cluster:
@@ -46,7 +43,7 @@ def this_hardware(device: str = "auto", ranks: int = 1) -> Hardware:
         intra=Link(bandwidth=1e9, latency_s=1e-4),
         inter=Link(bandwidth=0.125e9, latency_s=2e-4),
         overlap=0.0,
-        reserved_bytes=min(_PROCESS_BYTES, memory / ranks / 2),
+        reserved_bytes=min(PROCESS_BYTES, memory / ranks / 2),
         dtype="float32",
         source=f"{about['device_name']}, {cores} cores; rates assumed: time it with --measure",
     )

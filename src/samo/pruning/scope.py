@@ -219,7 +219,7 @@ def _rounded(shares: Sequence[Fraction], total: int) -> list[int]:
 def _check_sparsity(argument: str, value: float | None) -> float:
     if isinstance(value, int | float) and 0 <= value < 1:
         return value
-    percent = value if isinstance(value, int | float) and 1 < value < 100 else 90
+    percent = value if isinstance(value, int | float) and 2 <= value < 100 else 90
     raise ValueError(
         f"{argument} must be at least 0 and less than 1, got {value!r}; {percent / 100:g} prunes "
         f"{percent:g} %"
