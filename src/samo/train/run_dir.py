@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from samo.checkpoint import copy, read_manifest, remove
 from samo.checkpoint.manifest import NAME
-from samo.errors import ConfigError, RunError
+from samo.errors import CheckpointError, ConfigError, RunError
 from samo.train.config_io import from_dict
 from samo.train.finetune_config import KINDS, Config
 from samo.utils import atomic_io, untrusted
@@ -71,13 +71,16 @@ class RunDir:
                 remove(path)
 
     def restore_best(self, step: int | None, *, up_to: int) -> bool:
-        """Drop a best checkpoint after step ``up_to`` for that of ``step``; return if there is one.
+        """Replace a best checkpoint after step ``up_to`` by that of ``step``, or remove it.
 
-        A run that resumes from an older checkpoint drops later steps.
+        A run that resumes from an older checkpoint drops later steps. False means removed.
         """
-        if not (self.best / NAME).exists():
-            return False
-        if read_manifest(self.best).extra["progress"]["step"] <= up_to:
+        try:
+            progress = read_manifest(self.best).extra.get("progress")
+        except CheckpointError:  # there is none, or it is damaged, and nothing depends on it
+            return True
+        found = progress.get("step") if isinstance(progress, dict) else None
+        if type(found) is not int or found <= up_to:
             return True
         if step is None or not (self.kept(step) / NAME).exists():
             remove(self.best)

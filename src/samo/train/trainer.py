@@ -130,11 +130,10 @@ def resume(
             progress.accounted = None  # its state has another size from here on
 
         def write_changes() -> bool:
-            has_best = True
             if checkpoint != folder.last:
                 copy_checkpoint(checkpoint, folder.last)  # later steps are dropped
                 folder.remove_kept(all_but=run.keep, up_to=progress.step)
-                has_best = folder.restore_best(progress.best_step, up_to=progress.step)
+            has_best = folder.restore_best(progress.best_step, up_to=progress.step)
             folder.write_run(folder.read_run() | launch_record(subject.config, ranks))
             return has_best
 
