@@ -104,7 +104,8 @@ def with_generation_config(place: Path, folder: Path, text: str) -> Path:
 def test_examples_that_end_with_another_token_than_the_model_are_named(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = with_generation_config(place, tmp_path / "model", '{"eos_token_id": [1, 2]}')
+    ends = f'{{"eos_token_id": [1, 2, -1, {2**70}]}}'
+    folder = with_generation_config(place, tmp_path / "model", ends)
     config = settings(place, model=str(folder))
     CausalLMSubject(resolve(config)).open_text(tmp_path)
     assert "examples end with token 302 ('<|im_end|>'), but the model stops" in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samo.data.tokenizers import MAX_VOCAB_SIZE
 from samo.errors import CheckpointError, ConfigError, SamoError, first_words
 from samo.integrations import folder_files
 from samo.integrations.folder_files import CONFIG, GENERATION, QUANTIZATION
@@ -96,7 +97,8 @@ def end_tokens(folder: Path) -> set[int]:
     has_own = (folder / GENERATION).is_file()
     found = folder_files.read_json(folder / (GENERATION if has_own else CONFIG))
     ends = found.get("eos_token_id")
-    return {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    known = (end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
+    return {end for end in known if 0 <= end < MAX_VOCAB_SIZE}
 
 
 def freeze_embeddings_(model: nn.Module) -> None:
