@@ -691,6 +691,28 @@ def test_tied_weights_that_torch_parts_have_masks_and_values_of_their_own(
     torch.testing.assert_close(samo.decompress_(model)(x.float()), out.float())
 
 
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("is_pruned", [True, False])
+@pytest.mark.parametrize("by_values", [True, False])
+def test_parted_weights_can_be_tied_again(weights: Any, is_pruned: bool, by_values: bool) -> None:
+    """As ``tie_weights`` of transformers does after ``to_empty``."""
+    with torch.device("meta"):
+        model = Tied()
+        model.c = nn.Linear(12, 12)
+    masks = random_masks(model)
+    if not is_pruned:
+        masks = samo.Masks({"c.weight": masks["c.weight"]})
+    samo.compress_(model, masks, weights=weights, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    own: Any = model.a._parameters["weight"] if by_values else model.a.weight
+    model.b.weight = own
+    for param in model.parameters():
+        nn.init.normal_(param)
+    assert len(list(named_weights(model))) == len(list(model.parameters())) == 3
+    samo.decompress_(model)
+    assert model.a.weight is model.b.weight
+
+
 def test_assigned_values_leave_a_weight_as_it_was() -> None:
     model = compressed(dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
     seen = []

@@ -76,9 +76,10 @@ class CompressedModule(nn.Module):
         """Make ``module.weight = parameter`` write the values."""
         weights = weights_in(self)
         weight = weights[name]
-        if isinstance(value, DenseWeight):  # module.weight = other.weight ties the two
-            weights[name] = weight = value._weight
-            self._parameters[name] = weight.values
+        other = value._weight if isinstance(value, DenseWeight) else weight_of(value)
+        if other is not None:  # module.weight = other.weight ties the two
+            weights[name] = other
+            self._parameters[name] = other.values
         elif value.shape == weight.values.shape or hasattr(value, "__tensor_flatten__"):
             old, self._parameters[name] = self._parameters.get(name), value
             if value is not weight.values and old is not weight.values:
