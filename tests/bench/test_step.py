@@ -179,6 +179,16 @@ def test_repeats_are_shared_among_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [row.failure for row in rows] == ["not measured yet"] * 2
 
 
+def test_more_rounds_than_repeats_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(step, "gpt_config", lambda *_: ("small", SMALL))
+    config = StepConfig(only=("masked,samo",), compile="blocks", batch_size=2, repeats=1, rounds=3)
+    said: list[str] = []
+    rows = step.measure(config, CPU, lambda _: None, said.append)
+    assert [row.repeats for row in rows] == [1, 1]
+    assert not [line for line in said if "not in turns" in line]
+
+
 def test_rows_compare_within_rounds(contest: Contest) -> None:
     def rounds(times: tuple[int, ...], loss: float, peak: int) -> list[Round]:
         return [Round(0, None, 1.0, [ms], [1.0], [loss], 2.0 * ms, peak) for ms in times]

@@ -691,10 +691,20 @@ def test_tied_weights_that_torch_parts_have_masks_and_values_of_their_own(
     torch.testing.assert_close(samo.decompress_(model)(x.float()), out.float())
 
 
+def test_values_given_to_another_module_tie_the_two() -> None:
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(2)))
+    samo.compress_(model, random_masks(model))
+    own: Any = model[0]._parameters["weight"]
+    model[1].weight = own
+    assert [name for name, _ in named_weights(model)] == ["0.weight"]
+    assert torch.equal(model[0].weight, model[1].weight)  # by the mask of the first
+    samo.decompress_(model)
+    assert model[0].weight is model[1].weight
+
+
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("is_pruned", [True, False])
-@pytest.mark.parametrize("by_values", [True, False])
-def test_parted_weights_can_be_tied_again(weights: Any, is_pruned: bool, by_values: bool) -> None:
+def test_parted_weights_can_be_tied_again(weights: Any, is_pruned: bool) -> None:
     """As ``tie_weights`` of transformers does after ``to_empty``."""
     with torch.device("meta"):
         model = Tied()
@@ -704,8 +714,7 @@ def test_parted_weights_can_be_tied_again(weights: Any, is_pruned: bool, by_valu
         masks = samo.Masks({"c.weight": masks["c.weight"]})
     samo.compress_(model, masks, weights=weights, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
-    own: Any = model.a._parameters["weight"] if by_values else model.a.weight
-    model.b.weight = own
+    model.b.weight = model.a.weight
     for param in model.parameters():
         nn.init.normal_(param)
     assert len(list(named_weights(model))) == len(list(model.parameters())) == 3

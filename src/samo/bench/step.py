@@ -88,11 +88,14 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
 
     for number in range(rounds):
         steps = repeats // rounds + (number < repeats % rounds)
+        if not steps:
+            break
         takes_turns = takes_turns and contest.run_in_turns(names, steps)
-        for name in names if steps and not takes_turns else ():
+        for name in () if takes_turns else names:
             contest.run(name, steps)
             save(rows())
-        save(rows())
+        if takes_turns:
+            save(rows())
     return rows()
 
 

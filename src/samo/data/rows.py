@@ -154,7 +154,7 @@ def _example(row: object) -> Example:
     hint = ""
     keys = "text", "prompt", "completion", "messages"
     if nulls := [key for key in keys if key in row and key not in known]:
-        hint = f"{' and '.join(map(repr, nulls))} is null; "
+        hint = f"null: {', '.join(map(repr, nulls))}; "
     if "conversations" in known:
         hint = "rename it to 'messages', 'from' to 'role' and 'value' to 'content'; "
     if "instruction" in known:
