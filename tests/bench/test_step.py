@@ -47,7 +47,7 @@ def test_a_contender_trains_and_holds_its_bytes(name: str) -> None:
         held = contender.state_bytes() / sum(p.numel() for p in contender.model.parameters())
         expected = 20.0 + (0.129 * 0.72 if name == "masked" else 0)  # and counts of steps
         assert held == pytest.approx(expected, abs=0.02)
-        for key, param in contender.params.items():
+        for key, param in contender.model.named_parameters():
             assert param.dtype == torch.bfloat16
             assert torch.equal(param, contender.masters[key].to(torch.bfloat16))
     else:
@@ -106,9 +106,9 @@ def test_contenders_take_turns_step_by_step(
     assert compiled.run_in_turns(["dense", "masked"], 2)
     warm = ["dense"] * 2 + ["masked"] * 2
     first = ["build dense", *["dense"] * 3, "build masked", *["masked"] * 3, *warm]
-    assert heard == [*first, *["dense", "masked"] * 3]  # two steps, and one in a row
+    assert heard == [*first, *["dense", "masked"] * 6]  # two steps, and four in a row
     assert compiled.run_in_turns(["dense", "masked"], 1)
-    assert heard[len(first) + 6 :] == [*warm, *["dense", "masked"] * 2]
+    assert heard[len(first) + 12 :] == [*warm, *["dense", "masked"] * 5]
     for rounds in compiled.rounds.values():
         assert [len(each.step_ms) for each in rounds] == [2, 1]
         assert rounds[0].losses[-1] > rounds[1].losses[-1]  # it went on
@@ -118,7 +118,7 @@ def test_turns_are_compared_step_by_step(contest: Contest) -> None:
     def rounds(times: tuple[int, ...]) -> list[Round]:
         half = len(times) // 2
         return [
-            Round(0, None, 1.0, list(part), [1.0], [1.0], 1.0, is_in_turns=True)
+            Round(0, None, 1.0, list(part), [1.0], [1.0], [1.0], is_in_turns=True)
             for part in (times[:half], times[half:])
         ]
 
@@ -191,7 +191,7 @@ def test_more_rounds_than_repeats_are_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_compare_within_rounds(contest: Contest) -> None:
     def rounds(times: tuple[int, ...], loss: float, peak: int) -> list[Round]:
-        return [Round(0, None, 1.0, [ms], [1.0], [loss], 2.0 * ms, peak) for ms in times]
+        return [Round(0, None, 1.0, [ms], [1.0], [loss], [2.0 * ms], peak) for ms in times]
 
     contest.rounds["masked"] = rounds((1, 10, 100), 1.0, 50)
     contest.rounds["samo"] = rounds((2, 30, 300), math.inf, 10)

@@ -12,7 +12,7 @@ Masked training sets pruned weights back to 0 after each step, which is not time
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 import torch
@@ -46,10 +46,16 @@ class Contender:
         loss.backward()
         return loss.detach()
 
+    @cached_property
+    def params(self) -> list[Tensor]:
+        """The model's parameters."""
+        return list(self.model.parameters())
+
     def update(self) -> None:
-        """Step the optimizer and free the gradients."""
+        """Step the optimizer and free the gradients, all in the same way."""
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        for param in self.params:
+            param.grad = None
 
     def keep_masks(self) -> None:
         """Set pruned weights back to 0; not timed."""
@@ -58,10 +64,9 @@ class Contender:
 
     def held(self) -> Iterable[Any]:
         """Return what is held between backward and update: containers of tensors."""
-        params = list(self.model.parameters())
         masks = [(mask.words, mask.offsets) for mask in self.masks.values()]
-        grads = [param.grad for param in params]
-        return [params, grads, list(self.model.buffers()), dict(self.optimizer.state), masks]
+        grads = [param.grad for param in self.params]
+        return [self.params, grads, list(self.model.buffers()), dict(self.optimizer.state), masks]
 
     def state_bytes(self) -> int:
         """Return the bytes of what is `held`, each storage once."""
@@ -78,24 +83,21 @@ class Dense(Contender):
     """A bfloat16 model with an fp32 master and an fp32 copy of the gradient."""
 
     def __init__(self, model: nn.Module, masks: Masks, *, is_masked: bool = False) -> None:
-        self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.masters: dict[str, Tensor] = {}
-        for name, param in self.params.items():
+        for name, param in model.named_parameters():
             self.masters[name] = master = nn.Parameter(param.detach().float())
             master.grad = torch.zeros_like(master)
         super().__init__(model, masks if is_masked else None)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True, **SETTINGS)
 
     def update(self) -> None:
-        params, masters = list(self.params.values()), list(self.masters.values())
+        masters = list(self.masters.values())
         wide: list[Any] = [master.grad for master in masters]
-        narrow: list[Any] = [param.grad for param in params]
+        narrow: list[Any] = [param.grad for param in self.params]
         torch._foreach_copy_(wide, narrow)
-        self.optimizer.step()
+        super().update()
         with torch.no_grad():
-            torch._foreach_copy_(params, masters)
-        for param in params:
-            param.grad = None
+            torch._foreach_copy_(self.params, masters)
 
     def keep_masks(self) -> None:
         super().keep_masks()

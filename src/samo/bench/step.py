@@ -6,7 +6,7 @@ loss and AdamW settings. In each round every contender is built, warmed up, time
 With ``--compile`` every model is compiled in the same way: each block by itself, or forward and
 loss as one graph, with or without CUDA graphs. The optimizer is never compiled. For several rounds,
 contenders are then built once, if they fit together and there are no CUDA graphs, and take turns
-step by step: a slow phase of the host slows them all.
+step by step, without pauses: a slow phase of the host slows them all.
 """
 
 import math
@@ -36,6 +36,8 @@ _GRAPHS_WARM_UP: Final = 5
 """The first step compiles, the second records, and the third may find gradients elsewhere."""
 _WARM_AGAIN: Final = 2
 """After other contenders have had their turn."""
+_PARTS: Final = 4
+"""Contenders that take turns also do so with their steps in a row, in so many parts."""
 _VOCAB_SIZE: Final = 50_304
 _QUICK: Final = GPTConfig(
     num_layers=2, width=64, num_heads=2, context=32, vocab_size=256, is_checkpointed=True
@@ -109,7 +111,7 @@ class Round:
     step_ms: list[float] = field(default_factory=list)
     update_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    in_a_row_ms: float = 0.0
+    in_a_row_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     compiled: dict[str, int] = field(default_factory=dict)
     is_in_turns: bool = False
@@ -159,7 +161,7 @@ class Contest:
             found.compiled["compilations"] = counters["stats"]["unique_graphs"]
         if self.compile == "graphs":
             found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-        found.in_a_row_ms = self._step_in_a_row(contender, found.median_ms)
+        found.in_a_row_ms.append(self._step_in_a_row(contender, found.median_ms))
         self._record(name, found)
 
     def run_in_turns(self, names: Sequence[str], steps: int) -> bool:
@@ -185,7 +187,7 @@ class Contest:
                 self._kept[name] = contender, found, self._memory("current") - before
         started = {}
         for name, (contender, found, _) in self._kept.items():
-            started[name] = replace(found, step_ms=[], update_ms=[], losses=[])
+            started[name] = replace(found, step_ms=[], update_ms=[], losses=[], in_a_row_ms=[])
             for _ in range(_WARM_AGAIN):
                 self._untimed_step(contender)
         for _ in range(steps):
@@ -193,15 +195,17 @@ class Contest:
                 self._timed_step(contender, started[name], own)
         if self._num_retries() > retries:
             raise RuntimeError("allocations had to wait for memory of other contenders")
-        for name, (contender, _, _) in self._kept.items():
-            found = started[name]
-            found.in_a_row_ms = self._step_in_a_row(contender, found.median_ms)
+        for _ in range(_PARTS):
+            for name, (contender, _, _) in self._kept.items():
+                found = started[name]
+                found.in_a_row_ms.append(self._step_in_a_row(contender, found.median_ms, _PARTS))
         for name, found in started.items():
             self._record(name, found)
 
     def _record(self, name: str, found: Round) -> None:
         self.rounds.setdefault(name, []).append(found)
-        times = f"{three_digits(found.median_ms)} ms, {three_digits(found.in_a_row_ms)} in a row"
+        in_a_row = spread(found.in_a_row_ms)["median"]
+        times = f"{three_digits(found.median_ms)} ms, {three_digits(in_a_row)} in a row"
         peak = f", peak {three_digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
         self._say(f"{name}: {times}{peak}; warm-up {found.warm_up_s:.1f} s")
 
@@ -244,7 +248,8 @@ class Contest:
         others = self._memory("current") - own  # and what a library has not freed
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            time.sleep(0.1)
+            if not found.is_in_turns:  # else it slows the host down, whose time is measured
+                time.sleep(0.1)
         start = mark(self._device)
         loss = self._gradients(contender)
         middle = mark(self._device)
@@ -256,9 +261,9 @@ class Contest:
         contender.keep_masks()
         found.losses.append(float(loss))
 
-    def _step_in_a_row(self, contender: Contender, step_ms: float) -> float:
-        """Time steps that follow each other without a pause, as in training: about a second."""
-        steps = max(10, math.ceil(1e3 / step_ms)) if self._device.type == "cuda" else 1
+    def _step_in_a_row(self, contender: Contender, step_ms: float, parts: int = 1) -> float:
+        """Time steps that follow each other, as in training, for about a second in all parts."""
+        steps = math.ceil(max(10, 1e3 / step_ms) / parts) if self._device.type == "cuda" else 1
         start = mark(self._device)
         for _ in range(steps):
             self._gradients(contender)
@@ -296,7 +301,7 @@ class Contest:
         step_ms = [ms for each in rounds for ms in each.step_ms]
         median, first, last = spread(step_ms)["median"], rounds[0], rounds[-1]
         round_ms = [each.median_ms for each in rounds]
-        in_a_row = [each.in_a_row_ms for each in rounds]
+        in_a_row = [ms for each in rounds for ms in each.in_a_row_ms]
 
         def units(found: Sequence[Round]) -> list[float]:  # that saw the same machine
             return [ms for each in found for ms in (each.step_ms if in_turns else [each.median_ms])]
@@ -312,7 +317,9 @@ class Contest:
             "update_ms": spread([ms for each in rounds for ms in each.update_ms])["median"],
             "in_a_row_ms": spread(in_a_row)["median"],
             "in_a_row_over_masked": (
-                ratio(in_a_row, [each.in_a_row_ms for each in masked]) if masked else None
+                ratio(in_a_row, [ms for each in masked for ms in each.in_a_row_ms])
+                if masked
+                else None
             ),
             "tokens_per_s": round(tokens / median * 1e3, 1),
             "tflop_per_s": float(f"{model_flops(self._shape, tokens) / median / 1e9:.5g}"),
