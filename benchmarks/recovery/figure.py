@@ -4,9 +4,10 @@ python -m benchmarks.recovery.figure rows.jsonl
 """
 
 import argparse
-import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.drawing import (
     LIGHT,
@@ -21,62 +22,82 @@ from benchmarks.drawing import (
 )
 from benchmarks.measure import Row, read_lines
 
-STYLES = {"pruned": "o:", "samo": "o-", "distilled": "s--", "lora": "^-."}
+TRAINED = {"samo": "o-", "distilled": "s--", "lora": "^-."}
 """Marker and line of each contender."""
 LONGER = {"samo": "D-", "distilled": "P--", "lora": "v-."}
 """The same with more tokens than others had."""
+DENSE = {"dense": "dense, as it came", "unpruned": "dense, trained alike"}
+NAMES = {"sparsegpt": "SparseGPT", "wanda": "Wanda", "lora": "LoRA", "distilled": "with a teacher"}
 
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Return the figure: a colour for each method, a line style for each contender."""
-    methods = list(dict.fromkeys(row["method"] for row in rows if "method" in row))
-    sparsities = sorted({row["sparsity"] for row in rows if "sparsity" in row})
-    budgets = sorted({row["tokens"] for row in rows if "tokens" in row})
-    keys = [(name, budget) for name in STYLES for budget in (None, *budgets)]
+    pruned = [row for row in rows if row["contender"] == "pruned"]
+    trained = [row for row in rows if row["contender"] in TRAINED]
     with drawing():
-        figure = new_figure(880, 460)
-        axes = place(figure, left=64, right=200, top=48, bottom=52)
-        axes.set_yscale("log")
-        axes.grid(axis="y", which="both")
-        for number, method in enumerate(methods):
-            for contender, tokens in keys:
-                points = sorted(
-                    (row["sparsity"], row["ppl"])
-                    for row in rows
-                    if row.get("method") == method
-                    and (row["contender"], row.get("tokens")) == (contender, tokens)
-                )
-                if points:
-                    x, y = zip(*points)
-                    styles = LONGER if tokens and tokens > budgets[0] else STYLES
-                    label = ", ".join([method, contender, *budget_of(tokens, budgets)])
-                    colour = run_colour(number)
-                    axes.plot(x, y, styles[contender], color=colour, markersize=5, label=label)
-        axes.set_xticks(sparsities, [f"{sparsity:.0%}" for sparsity in sparsities])
-        lines = sorted((row for row in rows if "method" not in row), key=lambda row: -row["ppl"])
-        for row in lines:
-            axes.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
-        low, high = axes.get_ylim()
-        label_height, top = (high / low) ** 0.036, math.inf
-        for row in lines:
-            text = {"dense": "dense, as it came", "unpruned": "dense, trained alike"}
-            top = min(row["ppl"], top / label_height)  # under the last label
-            axes.annotate(
-                ", ".join([text[row["contender"]], *budget_of(row.get("tokens"), budgets)]),
-                (1.01, top), xycoords=("axes fraction", "data"), va="center",
-                color=LIGHT["muted"], fontsize=10,
-            )  # fmt: skip
-        ticks = [tick for base in (10, 100, 1e3, 1e4, 1e5) for tick in (base, 2 * base, 5 * base)]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        axes.set_yticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_xlabel("sparsity")
+        figure = new_figure(980, 440)
+        left = place(figure, left=72, right=640, top=64, bottom=52)
+        right = place(figure, left=400, right=216, top=64, bottom=52)
+        _plot(left, pruned, {"pruned": "o:"}, {})
+        left.set_title("pruned", loc="left", fontsize=12)
+        _plot(right, trained, TRAINED, LONGER)
+        right.set_title("trained again", loc="left", fontsize=12)
+        budgets = _budgets(rows)
+        for row in rows:
+            if row["contender"] in DENSE:
+                text = ", ".join([DENSE[row["contender"]], *budget_of(row.get("tokens"), budgets)])
+                right.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
+                right.annotate(
+                    text, (1.01, row["ppl"]), xycoords=("axes fraction", "data"), va="center",
+                    color=LIGHT["muted"], fontsize=10,
+                )  # fmt: skip
+        right.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=10)
+        for axes in (left, right):
+            _label(axes, sorted({row["sparsity"] for row in rows if "sparsity" in row}))
         title = f"Perplexity of {rows[0]['model']} on held-out text"
         if len(budgets) > 1:
-            title += "; after millions of tokens of training"
-        axes.set_title(title, loc="left", fontsize=13)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.62), frameon=False, fontsize=10)
+            title += "; M: million tokens of training"
+        figure.text(72 / 980, 1 - 24 / 440, title, fontsize=13)
         return to_png(figure), to_svg(figure)
+
+
+def _plot(axes: Any, rows: Sequence[Row], styles: dict[str, str], longer: dict[str, str]) -> None:
+    """Draw a line for each method, contender and number of tokens."""
+    budgets = _budgets(rows)
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for (number, method), contender, tokens in product(
+        enumerate(methods), styles, budgets or [None]
+    ):
+        key = (method, contender, tokens)
+        points = sorted(
+            (row["sparsity"], row["ppl"])
+            for row in rows
+            if (row["method"], row["contender"], row.get("tokens")) == key
+        )
+        if points:
+            x, y = zip(*points)
+            style = (longer if budgets and tokens != budgets[0] else styles)[contender]
+            names = [NAMES.get(name, name) for name in (method, contender)]
+            label = ", ".join([*names, *budget_of(tokens, budgets)])
+            axes.plot(x, y, style, color=run_colour(number), markersize=5, label=label)
+
+
+def _label(axes: Any, sparsities: Sequence[float]) -> None:
+    """Label a logarithmic axis of perplexity, and one of sparsities."""
+    axes.set_yscale("log")
+    axes.grid(axis="y", which="both")
+    axes.set_xticks(sparsities, [f"{sparsity:.0%}" for sparsity in sparsities])
+    axes.set_xlabel("sparsity")
+    low, high = axes.get_ylim()
+    steps = (1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1,) if high > 2e3 * low else (1, 2, 5)
+    ticks = [base * step for base in (1, 10, 100, 1e3, 1e4, 1e5, 1e6) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _budgets(rows: Sequence[Row]) -> list[int]:
+    return sorted({row["tokens"] for row in rows if "tokens" in row})
 
 
 def budget_of(tokens: int | None, budgets: Sequence[int]) -> list[str]:
