@@ -66,7 +66,7 @@ def _plot(axes: Any, rows: Sequence[Row], styles: dict[str, str], longer: dict[s
     budgets = _budgets(rows)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for (number, method), contender, tokens in product(
-        enumerate(methods), styles, budgets or [None]
+        enumerate(methods), styles, (None, *budgets)
     ):
         key = (method, contender, tokens)
         points = sorted(

@@ -80,7 +80,7 @@ def test_recovery_measures_every_contender_and_draws_them(
     assert len(rows) == 2 + 2 * 2 * 3
     assert all(row["ppl"] > 1 for row in rows)
     call(figure.main, out)
-    assert "wanda, distilled" in out.with_suffix(".svg").read_text()
+    assert "Wanda, with a teacher" in out.with_suffix(".svg").read_text()
 
 
 def test_rules_and_intervals_of_tickets_are_compared(
