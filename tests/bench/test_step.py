@@ -47,9 +47,9 @@ def test_a_contender_trains_and_holds_its_bytes(name: str) -> None:
         held = contender.state_bytes() / sum(p.numel() for p in contender.model.parameters())
         expected = 20.0 + (0.129 * 0.72 if name == "masked" else 0)  # and counts of steps
         assert held == pytest.approx(expected, abs=0.02)
-        for key, param in contender.model.named_parameters():
-            assert param.dtype == torch.bfloat16
-            assert torch.equal(param, contender.masters[key].to(torch.bfloat16))
+        for key, trained in contender.model.named_parameters():
+            assert trained.dtype == torch.bfloat16
+            assert torch.equal(trained, contender.masters[key].to(torch.bfloat16))
     else:
         assert account.measured_bytes == account.predicted_bytes
         assert contender.state_bytes() == account.measured_bytes + account.other_bytes
