@@ -13,6 +13,7 @@ from samo.train.config import (
     Auto,
     Count,
     DType,
+    Files,
     MaskConfig,
     OptionalPath,
     OrAuto,
@@ -143,6 +144,32 @@ class Generate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """Measure how well a model predicts some data: its loss and perplexity."""
+
+    model: Positional[Path]
+    """A run folder, a checkpoint of a run, or a Hugging Face folder, dense or compressed."""
+    data: Files = ()
+    """Examples (.jsonl, .parquet, or a folder of datasets), or text and token files."""
+    context: OrAuto[Count] = AUTO
+    """Sequence length, in tokens. auto: 1,024, or that of the model if it is shorter."""
+    batch_size: Count = 8
+    """Sequences at a time."""
+    max_batches: OrAuto[Count] = AUTO
+    """Read so many batches, spread evenly over the data. auto: all of it."""
+    pack: bool = True
+    """Put several short examples into one sequence. They do not see each other."""
+    weights: Literal["dense", "streamed"] = "dense"
+    """dense: expand pruned weights once, which is faster. streamed: at each use, in less memory."""
+    device: Literal["cpu", "cuda"] | Auto = "auto"
+    """auto: a GPU if there is one."""
+    dtype: DType = AUTO
+    """Dtype of computation. auto: bfloat16 on a GPU, float32 on a CPU."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Does it fit, with which settings, and how fast: predict memory and time, choose a layout."""
 
@@ -220,7 +247,18 @@ class Bench:
 
 
 Command = (
-    Demo | Train | Finetune | Launch | Prune | Export | Generate | Plan | Inspect | Report | Bench
+    Demo
+    | Train
+    | Finetune
+    | Launch
+    | Prune
+    | Export
+    | Generate
+    | Evaluate
+    | Plan
+    | Inspect
+    | Report
+    | Bench
 )
 
 USUAL: Final = frozenset(

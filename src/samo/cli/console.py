@@ -3,12 +3,14 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -16,8 +18,9 @@ from samo.errors import RunError, first_words
 from samo.mask.masks import Masks
 from samo.report.runs import Run
 from samo.utils.environment import is_out_of_memory
-from samo.utils.formatting import count, percent, plain, shortened
+from samo.utils.formatting import count, duration, percent, plain, shortened
 
+_SECONDS_BETWEEN_LINES: Final = 5.0
 _NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
 
@@ -42,6 +45,34 @@ def out_of_memory(advice: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RunError(f"out of memory: {first_words(error)}; {advice}") from error
+
+
+@contextmanager
+def steps_done(console: Console, what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many of how many are done: a bar, or lines in a file."""
+    started = line_at = time.monotonic()
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(bar_width=24),
+        TextColumn(unit + " {task.completed}/{task.total}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+    def show(done: int, total: int) -> None:
+        nonlocal line_at
+        if not bar.task_ids:
+            bar.add_task("", total=total)
+        bar.update(bar.task_ids[0], completed=done)
+        now = time.monotonic()
+        if not console.is_terminal and now - line_at >= _SECONDS_BETWEEN_LINES:
+            line_at = now
+            left = (now - started) / done * (total - done)
+            say(console, f"{unit} {done}/{total}  left {duration(left)}")
+
+    with bar:
+        yield show
 
 
 def say(console: Console, text: str) -> None:

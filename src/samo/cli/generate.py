@@ -11,8 +11,8 @@ from torch import Tensor
 
 from samo.cli.commands import Generate
 from samo.cli.console import PatientConsole, out_of_memory
-from samo.cli.text_model import TextModel, with_tokenizer
-from samo.errors import ConfigError, DataError, MaskError
+from samo.cli.text_model import TextModel, open_frozen, with_tokenizer
+from samo.errors import ConfigError, DataError
 from samo.integrations import model_folders
 from samo.integrations.generation import HuggingFaceText
 from samo.models.generate import Sampling
@@ -32,7 +32,9 @@ def run(command: Generate) -> int:
     how = Sampling(command.max_tokens, command.temperature, command.top_p, command.seed)
     console = PatientConsole()
     with out_of_memory("use --weights streamed, or a shorter prompt"):
-        model = _open(command)
+        device = device_and_dtype(command.device)["device"]
+        opened = open_frozen(command.model, command.weights, device)
+        model = with_tokenizer(opened, command.model)
         if command.chat:
             _chat(model, how, console, command.model)
         else:
@@ -52,19 +54,6 @@ def _prompt(given: str | None) -> str:
     if not given.strip():
         raise ConfigError("the prompt is empty; pass some text with --prompt, or pipe it in")
     return given
-
-
-def _open(command: Generate) -> TextModel:
-    path, device = command.model, device_and_dtype(command.device)["device"]
-    if command.weights == "dense":
-        model = model_folders.open_model(path)
-    else:
-        try:
-            model = model_folders.open_compressed(path, weights="streamed")
-        except MaskError as error:
-            why = str(error).partition(";")[0]  # the rest is for Python
-            raise ConfigError(f"--weights streamed needs a pruned model: {why}") from error
-    return with_tokenizer(model.requires_grad_(False).to(device), path)
 
 
 def _checked(tokens: Tensor, model: TextModel) -> Tensor:

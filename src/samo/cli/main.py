@@ -154,6 +154,7 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo finetune my-llama-pruned --data FILE   recover a pruned model
   samo export runs/notes                      a Hugging Face folder of it
   samo generate my-llama --chat               talk to a model
+  samo evaluate my-llama --data FILE          its perplexity
   samo plan my-llama --gpu rtx4090            does it fit, and how fast
   samo COMMAND --help                         its settings
   samo --version"""

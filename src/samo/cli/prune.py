@@ -3,19 +3,15 @@
 import mmap
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from samo.cli.commands import Prune
-from samo.cli.console import PatientConsole, mask_table, say
+from samo.cli.console import PatientConsole, mask_table, say, steps_done
 from samo.cli.text_model import with_tokenizer
 from samo.data.calibration import calibration_batches, example_batches
 from samo.data.examples import open_examples
@@ -31,11 +27,10 @@ from samo.train.config import AUTO
 from samo.train.launch_env import prune_command
 from samo.train.resolve import device_and_dtype, resolve_sparsity
 from samo.train.rules import pruning
-from samo.utils.formatting import counted, duration
+from samo.utils.formatting import counted
 
 _MASK_FILE: Final = ".safetensors"
 _MAX_CONTEXT: Final = 2048
-_SECONDS_BETWEEN_LINES: Final = 5.0
 
 
 def run(command: Prune) -> int:
@@ -155,7 +150,7 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
     how = {**command.choice(), "method": command.method, "seed": command.seed}
     how["sparsity"] = resolve_sparsity(command.sparsity, command.pattern)
     device = device_and_dtype(command.device)["device"]  # which refuses what is not there
-    with pruning(command.source), _progress(console) as progress:
+    with pruning(command.source), steps_done(console, "calibrate", "block") as progress:
         if command.calibration is not None:
             batches = _batches(model, command)
             how |= {"calibration": batches, "device": device, "progress": progress}
@@ -205,31 +200,3 @@ def _examples(model: Any, command: Prune, context: int) -> list[Tensor]:
             f"--samples {len(found)} --context {context}"
         )
     return found
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows how many blocks are done: a bar, or lines in a file."""
-    started = line_at = time.monotonic()
-    bar = Progress(
-        TextColumn("calibrate"),
-        BarColumn(bar_width=24),
-        TextColumn("block {task.completed}/{task.total}"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-    def show(done: int, total: int) -> None:
-        nonlocal line_at
-        if not bar.task_ids:
-            bar.add_task("", total=total)
-        bar.update(bar.task_ids[0], completed=done)
-        now = time.monotonic()
-        if not console.is_terminal and now - line_at >= _SECONDS_BETWEEN_LINES:
-            line_at = now
-            left = (now - started) / done * (total - done)
-            say(console, f"block {done}/{total}  left {duration(left)}")
-
-    with bar:
-        yield show

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from samo.data.tokenizers import Tokenizer, open_tokenizer
-from samo.errors import DataError
+from samo.errors import ConfigError, DataError, MaskError
+from samo.integrations import model_folders
 from samo.integrations.generation import HuggingFaceText
-from samo.integrations.model_folders import tokenizer_folder
 from samo.models.generate import Pieces, Sampling, stream
 from samo.models.gpt import GPT
 from samo.train.config import TrainConfig
@@ -23,7 +23,7 @@ class RunText:
 
     def __init__(self, model: GPT, path: Path) -> None:
         self._model: Final = model
-        self._tokenizer: Final = _open_tokenizer(RunDir.find(path))
+        self._tokenizer: Final = tokenizer_of(RunDir.find(path))
         self.context: Final = model.config.context
 
     def encode(self, text: str) -> Tensor:
@@ -52,7 +52,8 @@ class RunText:
         pieces.end()
 
 
-def _open_tokenizer(run: RunDir) -> Tokenizer:
+def tokenizer_of(run: RunDir) -> Tokenizer:
+    """Open the tokenizer of a run of ``samo train``."""
     config = run.config()
     assert isinstance(config, TrainConfig)  # that of a GPT
     try:
@@ -64,6 +65,24 @@ def _open_tokenizer(run: RunDir) -> Tokenizer:
         ) from None
 
 
+def open_frozen(
+    path: Path,
+    weights: Literal["dense", "streamed"],
+    device: str,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Open a model that is not trained, in the dtype in which it was saved by default."""
+    if weights == "dense":
+        model = model_folders.open_model(path, dtype=dtype)
+    else:
+        try:
+            model = model_folders.open_compressed(path, weights="streamed", dtype=dtype)
+        except MaskError as error:
+            why = str(error).partition(";")[0]  # the rest is for Python
+            raise ConfigError(f"--weights streamed needs a pruned model: {why}") from error
+    return model.requires_grad_(False).to(device)
+
+
 TextModel = HuggingFaceText | RunText
 
 
@@ -71,4 +90,4 @@ def with_tokenizer(model: nn.Module, path: Path) -> TextModel:
     """Return the model of a folder with the tokenizer that belongs to it."""
     if isinstance(model, GPT):
         return RunText(model, path)
-    return HuggingFaceText(model, tokenizer_folder(path))
+    return HuggingFaceText(model, model_folders.tokenizer_folder(path))

@@ -43,6 +43,19 @@ class Batch(NamedTuple):
     positions_BT: Tensor | None = None
     """Of packed examples, int64: each starts at 0, and so does the padding."""
 
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on a device."""
+        inputs_BT, targets_BT, num_tokens, num_read, positions_BT = self
+        if positions_BT is not None:
+            positions_BT = positions_BT.to(device, non_blocking=True)
+        return Batch(
+            inputs_BT.to(device, non_blocking=True),
+            targets_BT.to(device, non_blocking=True),
+            num_tokens,
+            num_read,
+            positions_BT,
+        )
+
 
 class Batches(Iterator[Batch]):
     """Endless shuffled batches. Save and restore ``position``, windows so far, to resume exactly.

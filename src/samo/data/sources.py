@@ -26,9 +26,40 @@ def open_data(
 ) -> tuple[Data, Data]:
     """Open the data to train on and to validate on, which is held back if no files are named.
 
-    Files of both are either text and tokens, or examples. See `open_tokens` and `open_examples`.
+    Files of both are of one kind: see `open_files`.
     """
-    paths = [*train, *valid]
+    _check_kind([*train, *valid])
+    how: Any = {"tokenizer": tokenizer, "context": context, "cache": cache}
+    how |= {"vocab_size": vocab_size, "is_packed": is_packed}
+    data = open_files(train, **how)
+    if valid:
+        return data, open_files(valid, **how)
+    if isinstance(data, Tokens):
+        return data.split(valid_fraction, min_tokens=context + 1)
+    return data.split(valid_fraction)
+
+
+def open_files(
+    paths: Sequence[Path],
+    *,
+    tokenizer: ExampleTokenizer,
+    context: int,
+    cache: Path,
+    vocab_size: int,
+    is_packed: bool = True,
+) -> Data:
+    """Open files that are either text and tokens, or examples.
+
+    See `open_tokens` and `open_examples`.
+    """
+    known: Any = {"tokenizer": tokenizer, "cache": cache, "vocab_size": vocab_size}
+    if _check_kind(paths):
+        return open_examples(paths, **known, context=context, is_packed=is_packed)
+    return open_tokens(paths, **known)
+
+
+def _check_kind(paths: Sequence[Path]) -> bool:
+    """Return whether files have examples; raise DataError if only some have."""
     examples = [path for path in paths if is_example_file(path)]
     if examples and len(examples) < len(paths):
         other = next(path for path in paths if path not in examples)
@@ -36,16 +67,4 @@ def open_data(
             f"'{other}' is text and '{examples[0]}' has examples; name files of one kind. To mix "
             'them, write the text as examples: {"text": "..."}, one a line, in a .jsonl file'
         )
-
-    def opened(part: Sequence[Path]) -> Data:
-        known: Any = {"tokenizer": tokenizer, "cache": cache, "vocab_size": vocab_size}
-        if examples:
-            return open_examples(part, **known, context=context, is_packed=is_packed)
-        return open_tokens(part, **known)
-
-    data = opened(train)
-    if valid:
-        return data, opened(valid)
-    if isinstance(data, Tokens):
-        return data.split(valid_fraction, min_tokens=context + 1)
-    return data.split(valid_fraction)
+    return bool(examples)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samo.data.batches import Batch
 from samo.data.tokenizers import MAX_VOCAB_SIZE
 from samo.errors import CheckpointError, ConfigError, SamoError, first_words
 from samo.integrations import folder_files
@@ -90,6 +91,27 @@ def context_of(config: Any) -> int | None:
     """Return the longest sequence that a model was made for, if its config tells."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
+
+
+def inputs_of(batch: Batch) -> dict[str, Any]:
+    """Return what a model reads of a batch."""
+    inputs: dict[str, Any] = {"input_ids": batch.inputs_BT, "use_cache": False}
+    if batch.positions_BT is not None:
+        inputs["position_ids"] = batch.positions_BT
+    return inputs
+
+
+def loss_sum(model: nn.Module, batch: Batch, **options: Any) -> Tensor:
+    """Return the sum of the losses of a batch, which is on the device of the model."""
+    targets_BT = batch.targets_BT
+    loss: Tensor = model(
+        **inputs_of(batch),
+        labels=targets_BT,
+        shift_labels=targets_BT,
+        num_items_in_batch=1,
+        **options,
+    ).loss
+    return loss
 
 
 def end_tokens(folder: Path) -> set[int]:

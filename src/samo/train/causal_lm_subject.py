@@ -284,16 +284,9 @@ def _loss_sum(
     model: nn.Module, batch: Batch, *, teacher: nn.Module | None, how: FinetuneModel
 ) -> Tensor:
     """Return the sum of the losses of a batch, those of training with the teacher's part."""
-    inputs: dict[str, Any] = {"input_ids": batch.inputs_BT, "use_cache": False}
-    if batch.positions_BT is not None:
-        inputs["position_ids"] = batch.positions_BT
     more: dict[str, Any] = {}
     if teacher is not None and torch.is_grad_enabled():
         with torch.no_grad():
-            logits = deferred_logits(teacher, **inputs)
+            logits = deferred_logits(teacher, **causal_lm.inputs_of(batch))
         more["distillation"] = Distillation(logits, how.distill, how.temperature)
-    targets_BT = batch.targets_BT
-    loss: Tensor = model(
-        **inputs, labels=targets_BT, shift_labels=targets_BT, num_items_in_batch=1, **more
-    ).loss
-    return loss
+    return causal_lm.loss_sum(model, batch, **more)

@@ -221,12 +221,8 @@ class Learner:
         return float(self.ranks.all_reduce_(whole, "the validation loss")) / num_tokens
 
     def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
-        here: list[Any] = [
-            part.to(self.device, non_blocking=True) if isinstance(part, Tensor) else part
-            for part in batch
-        ]
         with self._autocast():
-            return self._loss_sum_of(model, Batch(*here))
+            return self._loss_sum_of(model, batch.to(self.device))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.phase == "samo" or self.dtype == torch.float32:
