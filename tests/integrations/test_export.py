@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -61,6 +62,19 @@ def test_the_model_card_states_the_sparsity(tmp_path: Path) -> None:
     assert f"Written by samo {samo.__version__}" in text
     assert "| mlp.up_proj.weight | 410 | 4,096 | 90 % |" in text
     assert "| 1 | 921 | 9,216 | 90 % |" in text
+
+
+@pytest.mark.parametrize("format", ["dense", "compressed", "bitmask"])
+def test_others_may_read_the_weights_as_they_may_read_the_config(
+    tmp_path: Path, format: Any
+) -> None:
+    model, masks = pruned("Llama")
+    before = os.umask(0o027)
+    try:
+        out = samo.export(model, tmp_path / "my-llama", format=format, masks=masks)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in out.iterdir()} == {"0o640"}
 
 
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:

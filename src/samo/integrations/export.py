@@ -112,6 +112,10 @@ def export(
         elif gpt is not None and gpt.vocab_size == 256:
             write_byte_tokenizer(folder, gpt.context)
         (folder / "README.md").write_text(model_card(model, masks, Path(out).name, format), "utf-8")
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(
+                folder / folder_files.CONFIG, file
+            )  # safetensors 0.8 makes them private
     return Path(out)
 
 
