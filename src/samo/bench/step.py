@@ -329,7 +329,7 @@ class Contest:
             "state_bytes_per_param": round(last.state_bytes / self.num_params, 4),
             # Of the first round: later ones may go on from there.
             "final_loss": first.losses[-1] if math.isfinite(first.losses[-1]) else None,
-            "trained_steps": self.warm_up + len(first.losses),
+            "trained_steps": self.warm_up + _WARM_AGAIN * first.is_in_turns + len(first.losses),
             # With what others have compiled, it means little.
             "warm_up_s": None if last.is_in_turns else round(first.warm_up_s, 2),
             **last.compiled,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -16,9 +17,10 @@ from samo.cli.commands import Evaluate
 from samo.cli.console import PatientConsole, facts, out_of_memory, steps_done
 from samo.cli.text_model import open_frozen, tokenizer_of
 from samo.data.batches import Batches, validation_batches
+from samo.data.rows import is_example_file
 from samo.data.sources import Data, open_files
 from samo.data.tokens import open_tokens
-from samo.errors import ConfigError
+from samo.errors import CheckpointError, ConfigError
 from samo.integrations import causal_lm, model_folders
 from samo.integrations.chunk_loss import chunk_loss_
 from samo.integrations.model_tokenizer import ModelTokenizer
@@ -29,14 +31,16 @@ from samo.train.resolve import DTYPES, device_and_dtype
 from samo.train.run_dir import RunDir
 from samo.utils.formatting import perplexity, three_digits
 
-_CONTEXT: Final = 1024
 _MAX_EXPONENT: Final = 700.0
+"""Of the largest float."""
 
 
 def run(command: Evaluate) -> int:
     """Show the loss and the perplexity of a model."""
     if not command.data:
         raise ConfigError("name the data: --data FILE")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("samo evaluate runs in one process; start it without a launcher")
     model_folders.find(command.model)  # refuses a wrong path before it looks for a device
     how = device_and_dtype(command.device)
     if command.dtype != AUTO:
@@ -47,7 +51,9 @@ def run(command: Evaluate) -> int:
     with out_of_memory(advice), tempfile.TemporaryDirectory(prefix="samo-evaluate-") as cache:
         dtype = getattr(torch, how["dtype"])
         model = open_frozen(command.model, command.weights, how["device"], dtype).eval()
-        context = _context(command, model)
+        config: Any = model.config
+        longest = config.context if isinstance(model, GPT) else causal_lm.context_of(config)
+        context = causal_lm.resolve_context(command.context, longest)
         data = _open(command, model, context, Path(cache))
         if getattr(data, "is_packed", False):
             causal_lm.check_packing(model)
@@ -56,22 +62,15 @@ def run(command: Evaluate) -> int:
     return 0
 
 
-def _context(command: Evaluate, model: Any) -> int:
-    longest = model.config.context if isinstance(model, GPT) else causal_lm.context_of(model.config)
-    if command.context == AUTO:
-        return min(_CONTEXT, longest or _CONTEXT)
-    if longest is not None and command.context > longest:
-        raise ConfigError(
-            f"--context {command.context:,} is longer than the {longest:,} tokens that the model "
-            "was made for; lower it"
-        )
-    return command.context
-
-
 def _open(command: Evaluate, model: Any, context: int, cache: Path) -> Data:
     if isinstance(model, GPT):
         tokenizer = tokenizer_of(RunDir.find(command.model))
         known = model.config.vocab_size
+        if any(map(is_example_file, command.data)):
+            raise ConfigError(
+                "a GPT of samo train reads text or token files, no examples; write their text to "
+                "a .txt file"
+            )
         return open_tokens(command.data, tokenizer=tokenizer, cache=cache, vocab_size=known)
     return open_files(
         command.data,
@@ -96,18 +95,26 @@ def _measure(
     batches = validation_batches(data, context=context, batch_size=size, max_batches=total)
     loss_sum = gpt_loss_sum
     if not isinstance(model, GPT):
+        causal_lm.check_model(model)
         chunk_loss_(model)  # logits of a large vocabulary would take more than the model
-        loss_sum = causal_lm.loss_sum
-    device, loss, tokens, started = next(model.parameters()).device, 0.0, 0, time.perf_counter()
+        loss_sum = causal_lm.cross_entropy_of
+    device, total_loss, tokens = next(model.parameters()).device, 0.0, 0
+    started = time.perf_counter()
     with steps_done(console, "evaluate", "batch") as show:
         for number, batch in enumerate(batches, 1):
-            loss += float(loss_sum(model, batch.to(device)))
+            total_loss += float(loss_sum(model, batch.to(device)))
             tokens += batch.num_tokens
             show(number, total)
     seconds = time.perf_counter() - started
+    loss = total_loss / tokens
+    if not math.isfinite(loss):
+        raise CheckpointError(
+            f"'{command.model}' has a loss of {loss} on this data: it has weights that are NaN or "
+            f"infinite, or is too large for {next(model.parameters()).dtype}; try --dtype fp32"
+        )
     return {
-        "loss": loss / tokens,
-        "perplexity": math.exp(loss / tokens) if loss / tokens < _MAX_EXPONENT else math.inf,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < _MAX_EXPONENT else None,
         "tokens": tokens,
         "sequences": min(sequences, total * size),
         "context": context,
@@ -117,11 +124,7 @@ def _measure(
 
 def _show(found: dict[str, Any], command: Evaluate, console: Console) -> None:
     if command.json:
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in found.items()
-        }
-        json.dump(finite, sys.stdout)
+        json.dump(found, sys.stdout)
         sys.stdout.write("\n")
         return
     read = f"{found['tokens']:,} in {found['sequences']:,} sequences of {found['context']:,}"

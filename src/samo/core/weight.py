@@ -354,8 +354,7 @@ class Weight:
         self.expansions = []
         self._version = self._dense_version = -1
         self._address = 0
-        key = id(values)
-        _WEIGHTS[key] = weakref.ref(self, partial(_forget, key))
+        _WEIGHTS[id(values)] = self
         if self.is_resident:
             if values.is_inference():
                 raise CompressionError(
@@ -482,17 +481,8 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
 
 # From a tensor to its weight --------------------------------------------------------------------
 
-_WEIGHTS: Final[dict[int, weakref.ref[Weight]]] = {}
-"""From the ids of values to their weight. An id may be reused, so `weight_of` looks at both.
-
-Each step looks every parameter up, in a third of the time that a WeakValueDictionary takes.
-"""
-
-
-def _forget(key: int, ref: weakref.ref[Weight]) -> None:
-    if _WEIGHTS.get(key) is ref:
-        del _WEIGHTS[key]
-
+_WEIGHTS: Final[weakref.WeakValueDictionary[int, Weight]] = weakref.WeakValueDictionary()
+"""From the ids of values to their weight. An id may be reused, so `weight_of` looks at both."""
 
 ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
@@ -503,8 +493,7 @@ RETIRED: Final = WeakTensorKeyDictionary()
 
 def weight_of(param: Tensor) -> Weight | None:
     """Return the weight whose values ``param`` is, if any."""
-    ref = _WEIGHTS.get(id(param))
-    weight = None if ref is None else ref()
+    weight = _WEIGHTS.get(id(param))
     return weight if weight is not None and weight.values is param else None
 
 

@@ -28,7 +28,7 @@ def open_data(
 
     Files of both are of one kind: see `open_files`.
     """
-    _check_kind([*train, *valid])
+    _have_examples([*train, *valid])
     how: Any = {"tokenizer": tokenizer, "context": context, "cache": cache}
     how |= {"vocab_size": vocab_size, "is_packed": is_packed}
     data = open_files(train, **how)
@@ -53,12 +53,12 @@ def open_files(
     See `open_tokens` and `open_examples`.
     """
     known: Any = {"tokenizer": tokenizer, "cache": cache, "vocab_size": vocab_size}
-    if _check_kind(paths):
+    if _have_examples(paths):
         return open_examples(paths, **known, context=context, is_packed=is_packed)
     return open_tokens(paths, **known)
 
 
-def _check_kind(paths: Sequence[Path]) -> bool:
+def _have_examples(paths: Sequence[Path]) -> bool:
     """Return whether files have examples; raise DataError if only some have."""
     examples = [path for path in paths if is_example_file(path)]
     if examples and len(examples) < len(paths):

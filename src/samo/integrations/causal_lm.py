@@ -4,7 +4,7 @@ import copy
 import inspect
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,12 @@ from samo.data.batches import Batch
 from samo.data.tokenizers import MAX_VOCAB_SIZE
 from samo.errors import CheckpointError, ConfigError, SamoError, first_words
 from samo.integrations import folder_files
+from samo.integrations.chunk_loss import cross_entropy_sum, deferred_logits
 from samo.integrations.folder_files import CONFIG, GENERATION, QUANTIZATION
 from samo.models.generate import Sampling, check_logits
 from samo.utils.environment import is_out_of_memory
+
+_CONTEXT: Final = 1024
 
 
 def check_model(model: nn.Module) -> None:
@@ -56,7 +59,7 @@ def _keeps_apart(model: nn.Module) -> bool:
 
     def watch(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         made.append(output.detach().requires_grad_())
-        return made[0]
+        return made[0].clone()  # to which a model may write
 
     embedding = own.get_input_embeddings()
     tokens_1T = torch.arange(8, device=embedding.weight.device)[None] % embedding.num_embeddings
@@ -90,7 +93,7 @@ def check_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def context_of(config: Any) -> int | None:
     """Return the longest sequence that a model was made for, if its config tells."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
@@ -112,6 +115,45 @@ def loss_sum(model: nn.Module, batch: Batch, **options: Any) -> Tensor:
         **options,
     ).loss
     return loss
+
+
+def cross_entropy_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum of a batch's cross-entropies, whatever else the model's own loss may have."""
+    return cross_entropy_sum(deferred_logits(model, **inputs_of(batch)), batch.targets_BT)
+
+
+@torch.no_grad()
+def check_loss(model: nn.Module) -> None:
+    """Refuse a model whose loss is not a sum over tokens, by a pass over a few of them.
+
+    Some, such as Bart, compute a mean by themselves and ignore what they are asked for.
+    """
+    own: Any = model
+    embedding = own.get_input_embeddings()
+    tokens_1T = torch.arange(8, device=embedding.weight.device)[None] % embedding.num_embeddings
+    batch = Batch(tokens_1T, tokens_1T, num_tokens=8, num_read=8)
+    was_training = model.training
+    model.eval()
+    found, expected = float(loss_sum(model, batch)), float(cross_entropy_of(model, batch))
+    model.train(was_training)
+    if found < expected / 2:  # experts may add to it
+        raise ConfigError(
+            f"{type(model).__name__} computes its loss in a way of its own: {found:.3g} for 8 "
+            f"tokens, where the sum of their losses is {expected:.3g}; train it in Python, as "
+            "docs/hugging-face.md shows"
+        )
+
+
+def resolve_context(given: int | Literal["auto"], longest: int | None) -> int:
+    """Return the sequence length: what is given, if the model was made for it; auto: its own."""
+    if given == "auto":
+        return min(_CONTEXT, longest or _CONTEXT)
+    if longest is not None and given > longest:
+        raise ConfigError(
+            f"--context {given:,} is longer than the {longest:,} tokens that the model was made "
+            "for; lower it"
+        )
+    return given
 
 
 def end_tokens(folder: Path) -> set[int]:

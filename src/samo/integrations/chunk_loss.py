@@ -78,7 +78,10 @@ def chunk_loss_(model: nn.Module, *, max_logits: int = MAX_LOGITS) -> nn.Module:
 
 
 def deferred_logits(model: nn.Module, **inputs: Any) -> Tensor:
-    """Return the `Logits` of a model that `chunk_loss_` was called with: for a teacher."""
+    """Return the `Logits` of a model that `chunk_loss_` was called with.
+
+    If it left the model as it is, logits are ordinary.
+    """
     vars(_head(model))[_IS_DEFERRED] = True
     logits: Tensor = model(**inputs).logits
     return logits
@@ -269,6 +272,22 @@ def _causal_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the losses of logits, `Logits` or others, for the tokens that follow."""
+    losses: Any = functools.partial(F.cross_entropy, reduction="sum")
+    if not isinstance(logits, Logits) or logits.written is not None:
+        return losses(_wide(logits).flatten(0, -2), targets.flatten())
+    return _causal_loss(
+        losses,
+        logits,
+        targets,
+        logits.shape[-1],
+        num_items_in_batch=1,
+        shift_labels=targets,
+        max_logits=MAX_LOGITS,
+    )
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from samo.models.generate import Sampling
 from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import refuse_zeros
-from samo.train.config import AUTO, with_values
+from samo.train.config import with_values
 from samo.train.finetune_config import FinetuneConfig, FinetuneModel
 from samo.train.launch_env import prune_command
 from samo.train.learner import Learner, compression
@@ -53,7 +53,6 @@ from samo.utils.formatting import counted, percent
 
 _log: Final = logging.getLogger(__name__)
 
-_CONTEXT: Final = 1024
 _CALIBRATION_ROWS: Final = 128
 _FEW_TOKENS: Final = 2**15
 """Sequences of the training data that Wanda and SparseGPT look at, as their papers do."""
@@ -89,15 +88,8 @@ class CausalLMSubject(Subject):
     def open_text(self, out: Path) -> Text:
         """Open the data, with the tokenizer of the model; steps and context follow from both."""
         about = checked_loading.text_config(self._folder)
-        data, longest = self.config.data, causal_lm.context_of(about)
-        context = self.config.model.context
-        if context == AUTO:
-            context = min(_CONTEXT, longest or _CONTEXT)
-        if longest is not None and context > longest:
-            raise ConfigError(
-                f"--context {context:,} is longer than the {longest:,} tokens that the model was "
-                "made for; lower it"
-            )
+        data = self.config.data
+        context = causal_lm.resolve_context(self.config.model.context, causal_lm.context_of(about))
         tokenizer = ModelTokenizer(self._folder)
         known = about.vocab_size
         train, valid = open_data(
@@ -168,6 +160,7 @@ class CausalLMSubject(Subject):
         if config.model.checkpointing:
             causal_lm.checkpoint_blocks(model)
         chunk_loss_(model.train())
+        causal_lm.check_loss(model)
         self._model = model
         return Learner(
             model,
