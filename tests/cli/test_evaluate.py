@@ -108,8 +108,10 @@ def test_people_read_a_table(llama: Path, here: Path, type_in: Any) -> None:
     flags = "--context 32 --batch-size 2 --max-batches 1"
     shown = type_in(f"evaluate {llama} --data notes.txt {flags}").out
     names = [line.split()[0] for line in shown.splitlines()]
-    assert names == ["loss", "perplexity", "tokens", "tokens/s"]
-    assert "64 in 2 sequences of 32" in shown
+    assert names == ["model", "data", "loss", "perplexity", "tokens", "tokens/s"]
+    assert "64 predicted, in 2 sequences of 32" in shown
+    Path("short.txt").write_text(TEXT)
+    assert "in 1 sequence of " in type_in(f"evaluate {llama} --data short.txt").out
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,9 @@ def test_people_read_a_table(llama: Path, here: Path, type_in: Any) -> None:
         ("", 2, "name the data: --data FILE"),
         ("--data notes.txt --context 65", 2, "--context 65 is longer than the 64 tokens"),
         ("--data none.txt", 1, "none.txt"),
-        ("--data one.txt", 1, "too few for a sequence"),
+        ("--data one.txt", 1, "1 tokens are too few for a sequence of 1 and the token after it"),
+        ("notes.txt", 2, "'notes.txt' follows the model; name data with --data: samo evaluate"),
+        ("--data notes.txt --data one.txt", 2, "--data is given twice, and only the last would"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told(

@@ -119,7 +119,7 @@ def test_limited_validation_is_spread_evenly_and_the_same_every_time() -> None:
 
 
 def test_fewer_tokens_than_a_sequence_are_refused() -> None:
-    message = "64 tokens are too few for a sequence of 64 and the one after it; use more text"
+    message = "64 tokens are too few for a sequence of 64 and the token after it; use more text"
     for tokens in (counted(64), counted(30, 34), counted(64, 1, 1)):
         with pytest.raises(DataError, match=message):
             Batches(tokens, context=64, batch_size=1, seed=0)

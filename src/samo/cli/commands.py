@@ -148,11 +148,13 @@ class Evaluate:
     """Measure how well a model predicts some data: its loss and perplexity."""
 
     model: Positional[Path]
-    """A run folder, a checkpoint of a run, or a Hugging Face folder, dense or compressed."""
+    """A run folder, for its last checkpoint; a checkpoint; or a Hugging Face folder, dense or
+    compressed."""
     data: Files = ()
-    """Examples (.jsonl, .parquet, or a folder of datasets), or text and token files."""
+    """Required: examples (.jsonl, .parquet, or a folder of datasets), or text and token files."""
     context: OrAuto[Count] = AUTO
-    """Sequence length, in tokens. auto: 1,024, or that of the model if it is shorter."""
+    """Sequence length, in tokens. auto: 1,024, or that of the model or of the text if it is
+    shorter."""
     batch_size: Count = 8
     """Sequences at a time."""
     max_batches: OrAuto[Count] = AUTO

@@ -19,7 +19,7 @@ from samo.cli.text_model import open_frozen, tokenizer_of
 from samo.data.batches import Batches, validation_batches
 from samo.data.rows import is_example_file
 from samo.data.sources import Data, open_files
-from samo.data.tokens import open_tokens
+from samo.data.tokens import Tokens, open_tokens
 from samo.errors import CheckpointError, ConfigError
 from samo.integrations import causal_lm, model_folders
 from samo.integrations.chunk_loss import chunk_loss_
@@ -29,7 +29,7 @@ from samo.train.config import AUTO
 from samo.train.learner import gpt_loss_sum
 from samo.train.resolve import DTYPES, device_and_dtype
 from samo.train.run_dir import RunDir
-from samo.utils.formatting import perplexity, three_digits
+from samo.utils.formatting import counted, perplexity, three_digits
 
 _MAX_EXPONENT: Final = 700.0
 """Of the largest float."""
@@ -55,6 +55,8 @@ def run(command: Evaluate) -> int:
         longest = config.context if isinstance(model, GPT) else causal_lm.context_of(config)
         context = causal_lm.resolve_context(command.context, longest)
         data = _open(command, model, context, Path(cache))
+        if command.context == AUTO and isinstance(data, Tokens):
+            context = max(1, min(context, sum(map(len, data.segments)) - 1))
         if getattr(data, "is_packed", False):
             causal_lm.check_packing(model)
         found = _measure(model, data, context, command, console)
@@ -102,7 +104,7 @@ def _measure(
     started = time.perf_counter()
     with steps_done(console, "evaluate", "batch") as show:
         for number, batch in enumerate(batches, 1):
-            total_loss += float(loss_sum(model, batch.to(device)))
+            total_loss += float(loss_sum(model, batch.trimmed().to(device)))
             tokens += batch.num_tokens
             show(number, total)
     seconds = time.perf_counter() - started
@@ -113,6 +115,8 @@ def _measure(
             f"infinite, or is too large for {next(model.parameters()).dtype}; try --dtype fp32"
         )
     return {
+        "model": str(command.model),
+        "data": list(map(str, command.data)),
         "loss": loss,
         "perplexity": math.exp(loss) if loss < _MAX_EXPONENT else None,
         "tokens": tokens,
@@ -127,9 +131,12 @@ def _show(found: dict[str, Any], command: Evaluate, console: Console) -> None:
         json.dump(found, sys.stdout)
         sys.stdout.write("\n")
         return
-    read = f"{found['tokens']:,} in {found['sequences']:,} sequences of {found['context']:,}"
+    sequences = counted(found["sequences"], "sequence")
+    read = f"{found['tokens']:,} predicted, in {sequences} of {found['context']:,}"
     speed = f"{three_digits(found['tokens_per_s'])} on {found['device']} in {found['dtype']}"
     rows = {
+        "model": found["model"],
+        "data": ", ".join(found["data"]),
         "loss": f"{found['loss']:.4f}",
         "perplexity": perplexity(found["loss"]),
         "tokens": read,

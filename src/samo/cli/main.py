@@ -9,7 +9,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal, get_args
@@ -18,7 +18,16 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from samo import __version__
-from samo.cli.commands import COMMANDS, USUAL, USUAL_FINETUNE, Command, Finetune, Launch, Train
+from samo.cli.commands import (
+    COMMANDS,
+    USUAL,
+    USUAL_FINETUNE,
+    Command,
+    Evaluate,
+    Finetune,
+    Launch,
+    Train,
+)
 from samo.errors import ConfigError, DataError, PeerError, SamoError, nearest
 from samo.train.config_io import read_toml
 from samo.train.finetune_config import KINDS
@@ -112,14 +121,25 @@ def parse(arguments: Sequence[str]) -> Command:
         guess = nearest(name, COMMANDS)
         raise ConfigError(f"no command '{name}'{guess}; choose among {', '.join(COMMANDS)}")
     if (
-        kind is Finetune
+        kind in (Finetune, Evaluate)
         and len(arguments) > 1
         and not any(w.startswith("-") for w in arguments[:2])
     ):
         raise ConfigError(
-            f"'{arguments[1]}' follows the model; name data with --data: samo finetune "
+            f"'{arguments[1]}' follows the model; name data with --data: {prog} "
             f"{arguments[0]} --data {arguments[1]}"
         )
+    if kind is Launch and not words and (other := set(arguments) & {*COMMANDS}):
+        raise ConfigError(
+            "samo launch can start train and finetune only: samo launch -n 4 train notes.txt, "
+            f"got {min(other)}"
+        )
+    for flag in _with_several_values(kind):
+        if sum(word == flag or word.startswith(f"{flag}=") for word in arguments) > 1:
+            raise ConfigError(
+                f"{flag} is given twice, and only the last would count; name everything after one "
+                f"{flag}"
+            )
     is_run = kind in (Train, Finetune)
     if is_run and "--help-all" in arguments:
         arguments = ["--help"]
@@ -142,6 +162,15 @@ def parse(arguments: Sequence[str]) -> Command:
         command = read(default=_run_defaults(kind, command))
     check_ranges(command)
     return replace(command, command=launched) if isinstance(command, Launch) else command
+
+
+def _with_several_values(kind: Any) -> Iterator[str]:
+    """Yield the flags of a command that take any number of values."""
+    for entry in fields(kind) if is_dataclass(kind) else ():
+        if is_dataclass(entry.type):
+            yield from _with_several_values(entry.type)
+        elif entry.default == () or entry.default_factory is dict:
+            yield f"--{entry.name.replace('_', '-')}"
 
 
 _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.

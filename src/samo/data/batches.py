@@ -43,6 +43,14 @@ class Batch(NamedTuple):
     positions_BT: Tensor | None = None
     """Of packed examples, int64: each starts at 0, and so does the padding."""
 
+    def trimmed(self) -> "Batch":
+        """Leave out the columns after the last target, which examples that are not packed have."""
+        used = int((self.targets_BT != IGNORE).any(0).nonzero().max()) + 1
+        inputs_BT, targets_BT, num_tokens, num_read, positions_BT = self
+        if positions_BT is not None:
+            positions_BT = positions_BT[:, :used]
+        return Batch(inputs_BT[:, :used], targets_BT[:, :used], num_tokens, num_read, positions_BT)
+
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
         inputs_BT, targets_BT, num_tokens, num_read, positions_BT = self
@@ -164,10 +172,10 @@ def _windows(data: Tokens | Examples, context: int, seed: int) -> _Windows:
 def _text_windows(tokens: Tokens, context: int) -> _Windows:
     """Return the windows of a token stream, numbered across its segments."""
     segments = [segment for segment in tokens.segments if len(segment) >= 2]
-    sizes = np.array([len(segment) for segment in segments], dtype=np.int64)
+    sizes = np.array([len(segment) for segment in segments or tokens.segments], dtype=np.int64)
     if sizes.sum() <= context:
         raise DataError(
-            f"{sizes.sum():,} tokens are too few for a sequence of {context:,} and the one "
+            f"{sizes.sum():,} tokens are too few for a sequence of {context:,} and the token "
             "after it; use more text or a smaller --context"
         )
     counts = -(-(sizes - 1) // context)

@@ -189,6 +189,6 @@ def largest_token(path: Path, tokens: NDArray[Any], vocab_size: int) -> int:
         index = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
         raise DataError(
             f"data file '{path}': token {index:,} is {int(tokens[index]):,}, but the vocabulary "
-            f"has {vocab_size:,} tokens; raise --vocab-size, or check the file"
+            f"has {vocab_size:,} tokens; check the file, or of samo train raise --vocab-size"
         )
     return largest
