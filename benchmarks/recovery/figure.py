@@ -4,6 +4,7 @@ python -m benchmarks.recovery.figure rows.jsonl
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -43,14 +44,19 @@ def draw(rows: Sequence[Row]) -> Figure:
         _plot(right, trained, TRAINED, LONGER)
         right.set_title("trained again", loc="left", fontsize=12)
         budgets = _budgets(rows)
-        for row in rows:
-            if row["contender"] in DENSE:
-                text = ", ".join([DENSE[row["contender"]], *budget_of(row.get("tokens"), budgets)])
-                right.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
-                right.annotate(
-                    text, (1.01, row["ppl"]), xycoords=("axes fraction", "data"), va="center",
-                    color=LIGHT["muted"], fontsize=10,
-                )  # fmt: skip
+        lines = [row for row in rows if row["contender"] in DENSE]
+        for row in lines:
+            right.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
+        right.set_yscale("log")
+        low, high = right.get_ylim()
+        top = math.inf
+        for row in sorted(lines, key=lambda row: -row["ppl"]):
+            top = min(row["ppl"], top / (high / low) ** 0.04)  # under the last label
+            text = ", ".join([DENSE[row["contender"]], *budget_of(row.get("tokens"), budgets)])
+            right.annotate(
+                text, (1.01, top), xycoords=("axes fraction", "data"), va="center",
+                color=LIGHT["muted"], fontsize=10,
+            )  # fmt: skip
         right.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=10)
         for axes in (left, right):
             _label(axes, sorted({row["sparsity"] for row in rows if "sparsity" in row}))
@@ -65,10 +71,8 @@ def _plot(axes: Any, rows: Sequence[Row], styles: dict[str, str], longer: dict[s
     """Draw a line for each method, contender and number of tokens."""
     budgets = _budgets(rows)
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    for (number, method), contender, tokens in product(
-        enumerate(methods), styles, (None, *budgets)
-    ):
-        key = (method, contender, tokens)
+    for key in product(methods, styles, (None, *budgets)):
+        method, contender, tokens = key
         points = sorted(
             (row["sparsity"], row["ppl"])
             for row in rows
@@ -79,7 +83,9 @@ def _plot(axes: Any, rows: Sequence[Row], styles: dict[str, str], longer: dict[s
             style = (longer if budgets and tokens != budgets[0] else styles)[contender]
             names = [NAMES.get(name, name) for name in (method, contender)]
             label = ", ".join([*names, *budget_of(tokens, budgets)])
-            axes.plot(x, y, style, color=run_colour(number), markersize=5, label=label)
+            axes.plot(
+                x, y, style, color=run_colour(methods.index(method)), markersize=5, label=label
+            )
 
 
 def _label(axes: Any, sparsities: Sequence[float]) -> None:

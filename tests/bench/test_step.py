@@ -112,6 +112,7 @@ def test_contenders_take_turns_step_by_step(
     for rounds in compiled.rounds.values():
         assert [len(each.step_ms) for each in rounds] == [2, 1]
         assert rounds[0].losses[-1] > rounds[1].losses[-1]  # it went on
+    assert compiled.row("dense", {}).figures["trained_steps"] == 3 + 2 + 2  # up to `final_loss`
 
 
 def test_turns_are_compared_step_by_step(contest: Contest) -> None:

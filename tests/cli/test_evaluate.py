@@ -160,6 +160,13 @@ def test_the_loss_is_that_of_the_predictions_whatever_the_model_computes(
     assert "computes its loss in a way of its own" in shown
 
 
+def test_packed_examples_that_would_see_each_other_are_refused(here: Path, type_in: Any) -> None:
+    folder = language_model(here / "opt", "OPT")
+    Path("rows.jsonl").write_text('{"text": "To be"}\n')
+    assert "add --no-pack" in type_in(f"evaluate {folder} --data rows.jsonl", 2).err
+    type_in(f"evaluate {folder} --data rows.jsonl --no-pack")
+
+
 def test_json_is_all_there_is_on_stdout(
     llama: Path, here: Path, type_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

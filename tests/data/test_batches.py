@@ -118,8 +118,23 @@ def test_limited_validation_is_spread_evenly_and_the_same_every_time() -> None:
     assert all(torch.equal(a.inputs_BT, b.inputs_BT) for a, b in zip(one, other))
 
 
+def test_columns_after_the_last_target_are_trimmed() -> None:
+    inputs_BT = torch.arange(10).view(2, 5)
+    targets_BT = torch.tensor([[1, IGNORE, IGNORE, IGNORE, IGNORE], [IGNORE, 3, 4, IGNORE, IGNORE]])
+    for positions_BT in (None, inputs_BT + 7):
+        found = Batch(inputs_BT, targets_BT, 3, 10, positions_BT).trimmed()
+        assert torch.equal(found.inputs_BT, inputs_BT[:, :3])
+        assert torch.equal(found.targets_BT, targets_BT[:, :3])
+        assert (found.num_tokens, found.num_read) == (3, 10)
+        if positions_BT is not None:
+            assert found.positions_BT is not None
+            assert torch.equal(found.positions_BT, positions_BT[:, :3])
+
+
 def test_fewer_tokens_than_a_sequence_are_refused() -> None:
     message = "64 tokens are too few for a sequence of 64 and the token after it; use more text"
+    with pytest.raises(DataError, match=r"^1 tokens are too few"):
+        Batches(counted(1), context=64, batch_size=1, seed=0)
     for tokens in (counted(64), counted(30, 34), counted(64, 1, 1)):
         with pytest.raises(DataError, match=message):
             Batches(tokens, context=64, batch_size=1, seed=0)

@@ -586,8 +586,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(place: Path, tmp_path: Path)
 
 
 def test_models_that_read_batches_otherwise_are_refused() -> None:
-    from samo.integrations.causal_lm import check_model, check_packing
+    from samo.integrations.causal_lm import check_model, check_packing, context_of
 
+    assert context_of(transformers.XLNetConfig()) is None  # which says -1
     with pytest.raises(ConfigError, match="Linear computes no loss from labels"):
         check_model(nn.Linear(2, 2))
     sizes = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}

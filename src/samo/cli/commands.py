@@ -151,7 +151,8 @@ class Evaluate:
     """A run folder, for its last checkpoint; a checkpoint; or a Hugging Face folder, dense or
     compressed."""
     data: Files = ()
-    """Required: examples (.jsonl, .parquet, or a folder of datasets), or text and token files."""
+    """Required: text or token files, or for a Hugging Face model examples (.jsonl, .parquet, or a
+    folder of datasets)."""
     context: OrAuto[Count] = AUTO
     """Sequence length, in tokens. auto: 1,024, or that of the model or of the text if it is
     shorter."""

@@ -23,7 +23,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samo.cli.commands import Finetune, Launch, Train
 from samo.cli.main import parse
-from samo.errors import ConfigError
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
 from samo.train.resolve import resolve
@@ -33,10 +32,6 @@ _BACKEND: Final = "samo-local"
 
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
-    if command.command[:1] not in (("train",), ("finetune",)):
-        raise ConfigError(
-            "samo launch can start train and finetune only: samo launch -n 4 train notes.txt"
-        )
     train = parse(command.command)  # reports wrong flags before any rank starts
     assert isinstance(train, Train | Finetune)
     if train.resume is None:

@@ -129,10 +129,9 @@ def parse(arguments: Sequence[str]) -> Command:
             f"'{arguments[1]}' follows the model; name data with --data: {prog} "
             f"{arguments[0]} --data {arguments[1]}"
         )
-    if kind is Launch and not words and (other := set(arguments) & {*COMMANDS}):
+    if kind is Launch and not words and not {"-h", "--help"} & {*arguments}:
         raise ConfigError(
-            "samo launch can start train and finetune only: samo launch -n 4 train notes.txt, "
-            f"got {min(other)}"
+            "samo launch can start train and finetune only: samo launch -n 4 train notes.txt"
         )
     for flag in _with_several_values(kind):
         if sum(word == flag or word.startswith(f"{flag}=") for word in arguments) > 1:
