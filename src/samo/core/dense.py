@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -108,17 +108,13 @@ def stream_on(device: torch.device) -> Callable[[], int]:
     return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
-class Traced(NamedTuple):
-    """What compiled code reads from a weight: see `samo.core.traced`."""
+Traced: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, str]
+"""What compiled code reads from a weight: see `samo.core.traced`.
 
-    values: Tensor
-    dense: Tensor | None
-    """The resident weight."""
-    bitmap: Tensor | None
-    """The mask's `Mask.packed`; None where nothing is pruned."""
-    sizes: str
-    """Shape and strides as text, for one guard instead of many; "" while there are hooks."""
-    dtype: torch.dtype
+The values, the resident weight, the mask's `Mask.packed`, and shape, strides and compute dtype as
+text, or "" while there are hooks. A plain tuple and one text, since every object and every name
+costs guards in every call.
+"""
 
 
 def expand_by_index(values: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:

@@ -127,9 +127,9 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
         return None
     is_compiling = torch.compiler.is_compiling()
     if is_compiling:
-        from samo.core import traced  # registers operators, which takes time
+        from samo.core.traced import is_transformed, product  # registers operators: takes time
 
-        if traced.is_transformed():
+        if is_transformed():
             return None
     else:
         if type(x) not in (Tensor, nn.Parameter) or forward_ad._current_level >= 0:
@@ -151,7 +151,7 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
         # Torch folds dimensions by it; compilers do not.
         return _compute(*args, is_tracked=values.requires_grad and not is_compiling)
     if is_compiling:
-        return traced.product(*args)
+        return product(*args)
     if (
         torch._C._current_graph_task_id() == -1
         # Selective checkpointing, a dispatch mode, expects the operations of the forward pass.

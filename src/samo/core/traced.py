@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler, is_grad_enabled
 
 from samo.core.dense import Expand
 from samo.core.products import Operation, Product
@@ -62,16 +62,15 @@ def product(
     return Product.apply(values, x, bias, layout, operation, False)  # type: ignore[no-untyped-call]
 
 
-def track(values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype) -> Tensor:
-    """Return the resident dense weight, or a new one, in the graph of the values."""
-    if is_transformed():
-        return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]
-    return _track(values, dense, layout, dtype)
-
-
 @torch.compiler.allow_in_graph
 def _track(*args: Any) -> Tensor:
     return Expand.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def track(values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype) -> Tensor:
+    """Return the resident dense weight, or a new one, in the graph of the values."""
+    expand = Expand.apply if is_transformed() else _track
+    return expand(values, dense, layout, dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @torch.compiler.assume_constant_result  # torch guards the transforms that it traces
@@ -154,18 +153,28 @@ def read(weight: Any, traced: Any) -> Any:
     ``traced`` is the `samo.core.dense.Traced` of the `Weight`. Resident weights are not refreshed
     here; optimizers, ``load_state_dict`` and ``.to()`` have done that already.
     """
-    values, dense, bitmap, sizes, dtype = traced
-    if not sizes:
+    values, dense, bitmap, about = traced
+    if not about:
         return _read_eagerly(weight)
+    shape, strides, dtype = _parsed(about)
+    if bitmap is None and not shape:
+        return values.to(dtype)  # torch fuses the cast with what reads it
     if bitmap is None and values.dtype == dtype:
         return values
-    shape, strides = [tuple([int(n) for n in part.split()]) for part in sizes.split("/")]
-    layout = TracedLayout(torch.Size(shape), strides, bitmap, values.dtype)
-    if torch.compiler._is_exporting_flag or dense is None:
+    layout = TracedLayout(shape, strides, bitmap, values.dtype)
+    if compiler._is_exporting_flag or dense is None:
         return TracedExpansion(values, layout, dtype)
-    if not values.requires_grad or not torch.is_grad_enabled():
+    if not values.requires_grad or not is_grad_enabled():
         return dense
     return track(values, dense, layout, dtype)
+
+
+@torch.compiler.assume_constant_result  # or every call would check the functions it uses
+def _parsed(about: str) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    """Return shape, strides and dtype from a text of `Weight.prepare_traced`."""
+    shape, strides, dtype = about.split("/")
+    sizes = torch.Size(map(int, shape.split()))
+    return sizes, tuple(map(int, strides.split())), getattr(torch, dtype)
 
 
 @torch.compiler.disable

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -52,7 +53,7 @@ from samo.mask.mask import Mask
 # masks keep different counts. This pattern marks those lengths dynamic. The rest stay static, which
 # is faster.
 torch.compiler.config.dynamic_sources = ",".join(
-    filter(None, [torch.compiler.config.dynamic_sources, r".*_samo_weights.*\.ragged\.values"])
+    filter(None, [torch.compiler.config.dynamic_sources, r".*_samo_weights.*\.ragged\[0\]"])
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -146,15 +147,15 @@ class Weight:
 
     def read(self, values: Any) -> Any:
         """Return the dense weight for the tensor in ``module._parameters``: usually the values."""
-        if torch.compiler.is_compiling():
-            if self.is_vector:  # torch fuses the cast with what reads it
-                return values.to(self.dtype)
+        if is_compiling():
             from samo.core.traced import read  # registers operators, which takes time
 
             traced = self.ragged if self.traced is None else self.traced
             # Read `traced` first: the compiler names a tensor by where it first sees it.
-            is_own = traced is not None and traced.values is values
-            return read(self, traced) if is_own else self._read_others(values)
+            if traced is not None and traced[0] is values:
+                return read(self, traced)
+            # torch fuses the cast with what reads it.
+            return values.to(self.dtype) if self.is_vector else self._read_others(values)
         if values is not self.values:
             return self._read_others(values)
         if not self.is_resident:
@@ -219,12 +220,13 @@ class Weight:
         return expand_by_index(values, self.layout, self.dtype)
 
     def prepare_traced(self) -> None:
-        """Collect what compiled code reads. Every object costs guard time in every call."""
+        """Collect what compiled code reads."""
         shape, strides, mask, _, _, watchers = self.layout
-        sizes = f"{' '.join(map(str, shape))}/{' '.join(map(str, strides))}"
-        sizes = "" if watchers or self.hooks else sizes
-        bitmap = None if mask is None else mask.packed
-        traced = Traced(self.values, self.dense, bitmap, sizes, self.dtype)
+        sizes = "/" if self.is_vector else " ".join(map(str, (*shape, "/", *strides)))
+        about = (
+            "" if watchers or self.hooks else f"{sizes}/{str(self.dtype).removeprefix('torch.')}"
+        )
+        traced = (self.values, self.dense, None if mask is None else mask.packed, about)
         self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
 
     def watch(self, watcher: Callable[[Tensor], None]) -> Callable[[], None]:

@@ -102,10 +102,10 @@ else:
     @triton_op("samo::compress_triton", mutates_args=())
     def _compress_triton(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
         values = torch.empty(kept, dtype=dtype, device=dense.device)
-        num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
+        num_pairs, blocks = num_words_of(dense.numel()) // 2, num_blocks(dense.numel())
         with device_of(dense):
             wrap_triton(compress_by_slot_kernel)[(blocks,)](
-                dense, bitmap, bitmap[num_words:], values, num_words // 2, SLOTS=_SLOTS, num_warps=1
+                dense, bitmap, bitmap, num_pairs, values, num_pairs, SLOTS=_SLOTS, num_warps=1
             )
         return values
 
@@ -115,9 +115,9 @@ else:
     ) -> Tensor:
         dense = torch.empty(shape, dtype=dtype, device=values.device)
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
-        offsets, numel = bitmap[num_words:], dense.numel()
+        first, numel = num_words // 2, dense.numel()
         with device_of(values):
             wrap_triton(expand_kernel)[(blocks,)](
-                values, bitmap, offsets, after, dense, numel, num_words, num_warps=2
+                values, bitmap, bitmap, first, after, dense, numel, num_words, num_warps=2
             )
         return dense

@@ -96,7 +96,7 @@ def launch_compress(slots: int | None, dense: Tensor, mask: Mask, out: Tensor) -
             )
         else:
             triton_masks.compress_by_slot_kernel[grid](
-                *(source, mask.words, mask.offsets, target, words // 2),
+                *(source, mask.words, mask.offsets, 0, target, words // 2),
                 SLOTS=slots,
                 num_warps=1,
             )
@@ -111,7 +111,7 @@ def launch_expand(values: Tensor, mask: Mask, dense: Tensor) -> None:
     source = _raw(values if values.is_contiguous() else values.contiguous())
     with device_of(dense):
         triton_masks.expand_kernel[(mask.offsets.numel(),)](
-            *(source, mask.words, mask.offsets, source, _raw(dense), mask.numel),
+            *(source, mask.words, mask.offsets, 0, source, _raw(dense), mask.numel),
             mask.words.numel(),
             num_warps=2,
         )
