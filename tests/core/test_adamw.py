@@ -58,6 +58,29 @@ def test_a_saved_and_loaded_run_goes_on_exactly(kind: str) -> None:
     assert_same(tensors_of(model, opt), tensors_of(twin, twin_opt))
 
 
+def test_parameters_keep_their_state_whatever_the_order_of_gradients() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(5)) for _ in range(4)]
+    theirs = copy.deepcopy(ours)
+    opt = samo.AdamW([{"params": ours[:1]}, {"params": ours[1:]}], lr=0.1, kernels="reference")
+    twin = torch.optim.AdamW(theirs, lr=0.1, foreach=False)
+    for wanted in ([2], [0, 2], [3, 1], [0, 1, 2, 3], [1], [0, 1, 2, 3]):
+        for index in wanted:
+            ours[index].grad = torch.randn(5)
+            theirs[index].grad = ours[index].grad.clone()
+        opt.step()
+        twin.step()
+        if wanted == [3, 1]:  # others may give them another order, too
+            opt.state[ours[2]] = opt.state.pop(ours[2])
+            opt.state[ours[1]] = {**opt.state[ours[1]]}
+        opt.zero_grad()
+        twin.zero_grad()
+        assert all(map(torch.equal, ours, theirs))
+        for mine, its in zip(ours, theirs):
+            assert set(opt.state[mine]) == set(twin.state[its])
+            assert_same(opt.state[mine], twin.state[its])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("bad", "name"), [(float("nan"), "0.weight"), (-float("inf"), "2.bias")], ids=["nan", "inf"]

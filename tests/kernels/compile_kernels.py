@@ -37,7 +37,7 @@ NAMES = {
     torch.float32: "fp32",
     torch.float64: "i64",
 }
-TYPES = {"rows": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
+TYPES = {"rows": "*i64", "grads": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
 TYPES |= dict.fromkeys(("lerp", "beta2", "lerp2", "eps"), "fp32")
 
 Variant = tuple[Any, dict[str, str], dict[str, Any], int]
@@ -72,7 +72,7 @@ def variants() -> Iterator[Variant]:
             constants |= {"IS_ALIGNED": is_first}
             yield triton_adamw.expand_rows_kernel, TYPES, constants, 2
     for dtype, exponent in EXPONENTS.items():
-        types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
+        types = {"rows": "*i64", "grads": "*i64", "items": "*i32", "found": "*i8"}
         kind = launch.INTEGERS[dtype.itemsize]
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
         constants |= {"PARTS": launch.UNITS, "PART": launch.PART}

@@ -152,12 +152,17 @@ class AdamW(Optimizer):
 
         Small models are host-bound on this loop: it calls no function of Python that it need not.
         """
+        # The state of most parameters comes in their order. To look it up would cost more: tensors
+        # compute their hash in Python.
         states = self.state
+        in_order = iter([*states.items()])
+        owner, state_of_owner = next(in_order, (None, {}))
         batches: dict[tuple[Any, ...], _Batch] = {}
         sharded: list[DTensor] = []
         for group in self.param_groups:
             lr, weight_decay = group["lr"], group["weight_decay"]
-            remainder = "correction" if group["lean"] else "remainder"
+            is_lean, has_ages = group["lean"], group["entry_steps"]
+            remainder = "correction" if is_lean else "remainder"
             batch = None
             for param in group["params"]:
                 is_sharded = type(param) is DTensor
@@ -185,7 +190,12 @@ class AdamW(Optimizer):
                     mask = weight.layout.mask
                     if dense is not None:
                         batch.weights.append(weight)
-                state = states[param]
+                state: dict[str, Any]
+                if param is owner:
+                    state = state_of_owner
+                    owner, state_of_owner = next(in_order, (None, {}))
+                else:
+                    state = states[param]
                 if not state:
                     self._init_state(param, weight, group)
                 update = _update(
@@ -200,9 +210,9 @@ class AdamW(Optimizer):
                         weight_decay,
                         dense,
                         mask,
-                        state.get("age"),
-                        state.get("exp_avg_scale"),
-                        state.get("exp_avg_sq_scale"),
+                        state.get("age") if has_ages else None,
+                        state["exp_avg_scale"] if is_lean else None,
+                        state["exp_avg_sq_scale"] if is_lean else None,
                     )
                 )
                 if is_sharded:

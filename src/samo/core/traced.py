@@ -70,7 +70,7 @@ def _track(*args: Any) -> Tensor:
 def track(values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype) -> Tensor:
     """Return the resident dense weight, or a new one, in the graph of the values."""
     expand = Expand.apply if is_transformed() else _track
-    return expand(values, dense, layout, dtype)  # type: ignore[no-any-return,no-untyped-call]
+    return expand(values, dense, layout, dtype)
 
 
 @torch.compiler.assume_constant_result  # torch guards the transforms that it traces

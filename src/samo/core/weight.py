@@ -356,7 +356,7 @@ class Weight:
         self.expansions = []
         self._version = self._dense_version = -1
         self._address = 0
-        _WEIGHTS[id(values)] = self
+        _WEIGHTS[_key(values)] = self
         if self.is_resident:
             if values.is_inference():
                 raise CompressionError(
@@ -420,7 +420,7 @@ class Weight:
     def before_apply(self) -> None:
         """Drop references until `after_apply`: torch swaps only tensors without other ones."""
         self.sync_written()
-        _WEIGHTS.pop(id(self.values), None)
+        _WEIGHTS.pop(_key(self.values), None)
         self.dense = self._plain = self._tracked = self._synced = None
         self._streamed = self._taken = None
 
@@ -483,8 +483,15 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
 
 # From a tensor to its weight --------------------------------------------------------------------
 
+_key: Final[Callable[[Tensor], int]] = object.__hash__
+"""Of a tensor's address, as ``id``, which calls Python wherever somebody audits it: filelock does,
+and with it each program that imports torch."""
+
 _WEIGHTS: Final[weakref.WeakValueDictionary[int, Weight]] = weakref.WeakValueDictionary()
-"""From the ids of values to their weight. An id may be reused, so `weight_of` looks at both."""
+"""From the keys of values to their weight. A key may be reused: `weight_of` looks at both."""
+
+# Its own ``get`` is a function of Python, which each step would call for each parameter.
+_REFERENCES: Final[dict[int, weakref.ref[Weight]]] = _WEIGHTS.data  # type: ignore[attr-defined]
 
 ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
@@ -495,7 +502,8 @@ RETIRED: Final = WeakTensorKeyDictionary()
 
 def weight_of(param: Tensor) -> Weight | None:
     """Return the weight whose values ``param`` is, if any."""
-    weight = _WEIGHTS.get(id(param))
+    found = _REFERENCES.get(_key(param))
+    weight = None if found is None else found()
     return weight if weight is not None and weight.values is param else None
 
 

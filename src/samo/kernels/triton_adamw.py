@@ -26,10 +26,11 @@ from samo.kernels.triton_masks import (
 from samo.mask import bitmap
 
 # Columns of a parameter's row in a table, all int64: addresses, 0 if missing; then entries, words
-# of the mask, and the first item in the list.
-PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, DENSE = map(tl.constexpr, range(6))
-BITMAP, OFFSETS, STEP, AGE, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = map(tl.constexpr, range(6, 12))
-SIZE, NUM_WORDS, FIRST, COLUMNS = map(tl.constexpr, range(12, 16))
+# of the mask, and the first item in the list. Gradients move from step to step: their addresses
+# are an array of their own, ``grads``.
+PARAM, REMAINDER, EXP_AVG, EXP_AVG_SQ, DENSE = map(tl.constexpr, range(5))
+BITMAP, OFFSETS, STEP, AGE, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = map(tl.constexpr, range(5, 11))
+SIZE, NUM_WORDS, FIRST, COLUMNS = map(tl.constexpr, range(11, 15))
 
 SCALARS = tl.constexpr(4)
 """Per parameter, in fp64: minus the step size, the denominator, the decay, the rate."""
@@ -108,6 +109,7 @@ def store_master(param_at, remainder_at, master, dither, mask, IS_FULL: tl.const
 @triton.jit
 def state_at(
     row,
+    grad,
     WEIGHT: tl.constexpr,
     REMAINDERS: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -123,7 +125,7 @@ def state_at(
     return (
         param,
         address_in(row, REMAINDER, REMAINDERS, IS_ALIGNED),
-        address_in(row, GRAD, GRADIENT, IS_ALIGNED),
+        address_in(grad, 0, GRADIENT, IS_ALIGNED),
         address_in(row, EXP_AVG, tl.int8 if IS_LEAN else tl.float32, IS_ALIGNED),
         address_in(row, EXP_AVG_SQ, tl.uint8 if IS_LEAN else tl.float32, IS_ALIGNED),
         copy,
@@ -469,6 +471,7 @@ def _update_group(
 @triton.jit
 def adamw_lean_kept_kernel(
     rows,
+    grads,
     items,
     scalars,
     skip,
@@ -491,7 +494,8 @@ def adamw_lean_kept_kernel(
     _, _, ends, count = read_block(words, block, num_pairs)
     begin = tl.load(offsets + block, mask=block * BLOCK_PAIRS < num_pairs, other=0)
     count = tl.where(tl.load(skip) == 0, count, 0)
-    state = state_at(row, WEIGHT, REMAINDERS, GRADIENT, True, None, False)
+    grad = grads + weight
+    state = state_at(row, grad, WEIGHT, REMAINDERS, GRADIENT, True, None, False)
     scale_at = address_in(row, EXP_AVG_SCALE, tl.float32) + block * BLOCK_GROUPS
     root_scale_at = address_in(row, EXP_AVG_SQ_SCALE, tl.float32) + block * BLOCK_GROUPS
     step = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
@@ -550,6 +554,7 @@ def _update_lean(
 @triton.jit
 def adamw_kernel(
     rows,
+    grads,
     items,
     scalars,
     skip,
@@ -574,7 +579,8 @@ def adamw_kernel(
     row, param, part = find_item(rows, items, PARTS)
     start = part * PART
     size = tl.where(tl.load(skip) == 0, tl.load(row + SIZE), 0)
-    state = state_at(row, WEIGHT, REMAINDERS, GRADIENT, IS_LEAN, COPY, IS_ALIGNED)
+    grad = grads + param
+    state = state_at(row, grad, WEIGHT, REMAINDERS, GRADIENT, IS_LEAN, COPY, IS_ALIGNED)
     settings = (lerp, beta2, lerp2, eps)
     shared = scalars + param * SCALARS
     if IS_LEAN:
@@ -598,6 +604,7 @@ def adamw_kernel(
 @triton.jit
 def find_exponent_kernel(
     rows,
+    grads,
     items,
     found,
     EXPONENT: tl.constexpr,
@@ -608,10 +615,11 @@ def find_exponent_kernel(
 ):
     """Set ``found`` if an entry of a part has all bits of ``EXPONENT``."""
     item = tl.program_id(0) // PARTS
-    row = rows + tl.load(items + item) * 3
-    start = ((item - tl.load(row + 2)) * PARTS + tl.program_id(0) % PARTS) * PART
-    size = tl.load(row + 1)
-    source = tl.load(row).to(tl.pointer_type(KIND))
+    index = tl.load(items + item)
+    row = rows + index * 2
+    start = ((item - tl.load(row + 1)) * PARTS + tl.program_id(0) % PARTS) * PART
+    size = tl.load(row)
+    source = tl.load(grads + index).to(tl.pointer_type(KIND))
     if IS_ALIGNED:
         source = tl.multiple_of(source, 16)
     entry = start + tl.arange(0, PART)

@@ -20,9 +20,9 @@ from torch import Tensor
 from samo.kernels import lean, reference, triton_adamw, triton_masks, triton_tables as tables
 from samo.kernels.checks import EXPONENTS, check_pair, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
-from samo.kernels.triton_adamw import BITMAP, COLUMNS, DENSE, GRAD, SCALARS
+from samo.kernels.triton_adamw import BITMAP, COLUMNS, DENSE, SCALARS
 from samo.kernels.triton_masks import KINDS
-from samo.kernels.triton_tables import Table, Where, are_aligned, device_of
+from samo.kernels.triton_tables import Table, Where, addresses_of, are_aligned, device_of
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
@@ -150,10 +150,11 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         table, items = list_parts(where, tuple(map(Tensor.numel, members)))
         if not items.numel():
             continue
-        addresses = list(map(Tensor.data_ptr, members))
+        addresses = addresses_of(members)
         with device_of(found):
             triton_adamw.find_exponent_kernel[(items.numel() * UNITS,)](
-                tables.with_addresses(where, table, 0, addresses),
+                table,
+                tables.send(where, addresses),
                 items,
                 found.view(torch.int8),
                 EXPONENT=EXPONENTS[dtype],
@@ -165,11 +166,11 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def _list_parts(where: Where, numels: tuple[int, ...]) -> tuple[Table, Tensor]:
-    """Return a table of tensors of these sizes, without addresses, and the list of their parts."""
+def _list_parts(where: Where, numels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return a table of tensors of these sizes, and the list of their parts."""
     counts = [-(-numel // (PART * UNITS)) for numel in numels]
     items, firsts = tables.list_items(where, range(len(numels)), counts)
-    return np.array([(0, *pair) for pair in zip(numels, firsts)], dtype=np.int64), items
+    return tables.send(where, np.array([*zip(numels, firsts)], dtype=np.int64)), items
 
 
 _listed_parts: Final = lru_cache(maxsize=8)(_list_parts)
@@ -193,7 +194,7 @@ class _Plan(NamedTuple):
     others: list[int]  # by the reference
     refreshed: list[int]  # their dense copy is written afterwards
     members: list[int]  # by the kernels
-    table: Table  # rows of the members, without the gradients' addresses
+    table: Tensor  # rows of the members
     launches: list[_Launch]
     copies: list[tuple[Tensor, _Launch]]
     """Tables of pruned weights with a dense copy, by types, and the launches that write them."""
@@ -257,7 +258,7 @@ def _make_plan(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
 
 def _make_launches(
     where: Where, updates: list[AdamWUpdate]
-) -> tuple[Table, list[_Launch], list[tuple[Tensor, _Launch]]]:
+) -> tuple[Tensor, list[_Launch], list[tuple[Tensor, _Launch]]]:
     """Make the tables of plain parameters, and decide what is launched for which of them.
 
     Two passes, over the values and then over the dense copies of pruned weights, are faster than
@@ -297,7 +298,7 @@ def _make_launches(
             options["OLDEST"] = reference.OLDEST if has_ages else 0
         items = _fill(where, table, rows, chosen, is_by_block)
         if items.numel():
-            is_aligned = are_aligned(table[rows, : BITMAP.value].flat)
+            is_aligned = are_aligned(table[rows, : BITMAP.value])
             launches.append(_Launch(kernel, items, is_aligned, options))
     copies = []
     for (dtype, copy), rows in copied.items():
@@ -305,12 +306,12 @@ def _make_launches(
         copy_table = np.zeros((len(rows), COLUMNS.value), dtype=np.int64)
         items = _fill(where, copy_table, range(len(rows)), chosen, True)
         if items.numel():
-            is_aligned = are_aligned(copy_table[:, [DENSE.value, BITMAP.value]].flat)
+            is_aligned = are_aligned(copy_table[:, [DENSE.value, BITMAP.value]])
             options = {"VALUES": KINDS[dtype], "COPY": KINDS[copy], "IS_ALIGNED": is_aligned}
             options |= {"BLOCKS": UNITS, "num_warps": 2}
             launch = _Launch(triton_adamw.expand_rows_kernel, items, is_aligned, options)
             copies.append((tables.send(where, copy_table), launch))
-    return table, launches, copies
+    return tables.send(where, table), launches, copies
 
 
 def _fill(
@@ -346,8 +347,8 @@ def _launch(
 ) -> None:
     """Count the steps of a plan's members, update them and write their dense copies."""
     beta1, beta2, eps = settings
-    addresses = list(map(Tensor.data_ptr, map(_grad, updates)))
-    table = tables.with_addresses(where, plan.table, GRAD.value, addresses)
+    addresses = addresses_of([*map(_grad, updates)])
+    grads = tables.send(where, addresses)
     is_aligned, count = are_aligned(addresses), len(updates)
     scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=where.device)
     skip = torch.zeros((), dtype=torch.bool, device=where.device) if skip is None else skip
@@ -356,7 +357,7 @@ def _launch(
     decays, decay = tables.numbers(where, list(map(_weight_decay, updates)))
     with device_of(scalars):
         triton_adamw.adamw_scalars_kernel[(-(-count // _SCALARS_SIZE),)](
-            *(table, scalars, skip_at),
+            *(plan.table, scalars, skip_at),
             # A pointer that is not used still needs a tensor.
             scalars if rates is None else rates,
             scalars if decays is None else decays,
@@ -371,7 +372,7 @@ def _launch(
         if where.is_captured:
             tables.hold(*by_age)
     numbers = (1.0 - beta1, float(beta2), 1.0 - beta2, float(eps))  # 0 would be another type
-    with device_of(table):
+    with device_of(grads):
         for launch in plan.launches:
             changing = {"IS_SMALL": 1 - beta1 < 0.5}
             ages: tuple[Tensor, ...] = ()
@@ -379,7 +380,7 @@ def _launch(
                 changing["IS_ALIGNED"] = is_aligned and launch.is_aligned
                 ages = by_age
             launch.kernel[(launch.items.numel() * UNITS,)](
-                *(table, launch.items, scalars, skip_at, *ages, *numbers),
+                *(plan.table, grads, launch.items, scalars, skip_at, *ages, *numbers),
                 **changing,
                 **launch.options,
             )

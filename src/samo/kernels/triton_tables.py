@@ -11,10 +11,10 @@ While a CUDA graph is captured, copies are recorded for each replay: the graph h
 own, in its memory, and what they are copied from is kept.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, reduce
-from operator import attrgetter, or_
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -91,6 +91,10 @@ def numbers(where: Where, values: Sequence[float | Tensor]) -> tuple[Tensor | No
 
     The host does not read those that are tensors on the device.
     """
+    if not any(issubclass(kind, Tensor) for kind in {*map(type, values)}):
+        if values.count(values[0]) == len(values):
+            return None, float(values[0])
+        return send(where, np.array(values, dtype=np.float64)), 0.0
     distinct = {id(value): value for value in values}
     there = {
         key: value.double().reshape(())
@@ -98,10 +102,7 @@ def numbers(where: Where, values: Sequence[float | Tensor]) -> tuple[Tensor | No
         if isinstance(value, Tensor) and value.device == where.device
     }
     if not there:
-        known = list(map(float, values))
-        if known.count(known[0]) == len(known):
-            return None, known[0]
-        return send(where, np.array(known)), 0.0
+        return numbers(where, list(map(float, values)))
     for key in distinct.keys() - there.keys():
         value = float(distinct[key])
         there[key] = torch.full((), value, dtype=torch.float64, device=where.device)
@@ -122,29 +123,28 @@ def list_items(
     return send(where, items), (lengths.cumsum() - lengths).tolist()
 
 
-def with_addresses(where: Where, table: Table, column: int, addresses: list[int]) -> Tensor:
-    """Return a table on the device with addresses filled in."""
-    whole = table.copy()
-    whole[:, column] = addresses
-    return send(where, whole)
+def addresses_of(tensors: Sequence[Tensor]) -> Table:
+    """Return the addresses of tensors."""
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
-def are_aligned(addresses: Iterable[int]) -> bool:
+def are_aligned(addresses: Table) -> bool:
     """Return whether all addresses are multiples of 16 bytes."""
-    return not reduce(or_, addresses, 0) % 16
+    return not np.bitwise_or.reduce(addresses, axis=None) % 16
 
 
 def row_of(update: AdamWUpdate, size: int, first: int) -> tuple[int, ...]:
     """Return a parameter's row in the order of the kernels' columns, without the gradient."""
     param, remainder, _, exp_avg, exp_avg_sq, step, _, _, dense, mask, *others = update
     words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-    state = (param, remainder, None, exp_avg, exp_avg_sq, dense, words, offsets, step)
+    state = (param, remainder, exp_avg, exp_avg_sq, dense, words, offsets, step)
     num_words = 0 if mask is None else mask.words.numel()
     addresses = [0 if part is None else part.data_ptr() for part in (*state, *others)]
     return *addresses, size, num_words, first
 
 
 _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
+_packed, _sizes = attrgetter("packed"), attrgetter("kept", "numel")
 
 
 def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
@@ -154,28 +154,22 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
     kept alive. A small model waits for this in each step: ``map`` costs a third of a loop.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask, *others = zip(*updates)
+    optional = (remainder, dense, mask, *others)
+    present = [[part for part in column if part is not None] for column in optional]
+    places = [
+        [part is None for part in column] if 0 < len(there) < len(updates) else len(there)
+        for column, there in zip(optional, present)
+    ]
+    _, copies, masks, *_ = present
+    bits = map(_packed, masks)  # one tensor is less to look at than two
     state = [*param, *exp_avg, *exp_avg_sq]
-    copies: list[Tensor] = []
-    found: list[object] = [where, len(updates)]
-    for column in (remainder, dense, *others):
-        present = [tensor is not None for tensor in column]
-        if True in present:
-            found += present
-            there = [tensor for tensor in column if tensor is not None]
-            state += there
-            if column is dense:
-                copies = there
-    found += map(Tensor.data_ptr, state)
-    found += map(Tensor.data_ptr, step)
-    found += map(_nbytes, state)
-    found += map(_nbytes, grad)
-    found += map(Tensor.get_device, grad)
-    for tensors in (param, grad, copies):
-        found += map(_dtype, tensors)
-        found += map(Tensor.is_contiguous, tensors)
-    for each in mask:
-        if each is None:
-            found.append(None)
-        else:
-            found += (each.words.data_ptr(), each.offsets.data_ptr(), each.kept, each.numel)
-    return found
+    for there in (present[0], copies, *present[3:]):
+        state += there
+    return [
+        where,
+        places,
+        [*map(Tensor.data_ptr, state), *map(Tensor.data_ptr, step), *map(Tensor.data_ptr, bits)],
+        [*map(_nbytes, state), *map(_nbytes, grad), *map(_sizes, masks)],
+        [*map(_dtype, param), *map(_dtype, copies), *map(_dtype, grad)],
+        [*map(Tensor.is_contiguous, grad), *map(Tensor.get_device, grad)],
+    ]
