@@ -139,8 +139,8 @@ def test_tables_are_sent_again_only_when_something_changes() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_plan_is_made_again_when_a_tensor_or_a_mask_has_changed(state: State) -> None:
-    where = tables.where_of(torch.device(DEVICE))
     updates = weights(4, state)
+    where = tables.where_of(updates[0].param.device)
     known = tables.fingerprint(where, updates)
     assert tables.fingerprint(where, updates) == known
     assert tables.fingerprint(where, updates[:3]) != known

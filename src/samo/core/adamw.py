@@ -251,9 +251,8 @@ class AdamW(Optimizer):
             self._skipped_on_host = torch.zeros(
                 2, dtype=torch.int64, device="cpu", pin_memory=self._skipped.is_cuda
             )
-        total, in_a_row = self._skipped
-        total.add_(flag)
-        in_a_row.add_(1).mul_(flag)
+        self._skipped.add_(flag)
+        self._skipped[1].mul_(flag)
         assert self._skipped_on_host is not None
         # Reads what an earlier step sent, so as not to wait for the device.
         num_skipped, num_in_a_row = self._skipped_on_host.tolist()

@@ -142,7 +142,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     found = torch.zeros((), dtype=torch.bool, device=device)
     where = tables.where_of(device)
     list_parts = _list_parts if where.is_captured else _listed_parts
-    dtypes = {tensor.dtype for tensor in tensors}
+    dtypes = {*map(_dtype, tensors)}
     for dtype in dtypes:
         members = [t for t in tensors if t.dtype == dtype] if len(dtypes) > 1 else tensors
         if not all(map(Tensor.is_contiguous, members)):
@@ -335,7 +335,7 @@ def lean_slots(masks: Sequence[Mask]) -> int:
     return slots(lean.GROUP * sum(mask.kept for mask in masks) / max(numel, 1), deviations=2)
 
 
-_grad, _lr, _weight_decay = map(attrgetter, ("grad", "lr", "weight_decay"))
+_dtype, _grad, _lr, _weight_decay = map(attrgetter, ("dtype", "grad", "lr", "weight_decay"))
 
 
 def _launch(

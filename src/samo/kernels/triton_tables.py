@@ -38,8 +38,9 @@ class Where(NamedTuple):
 def where_of(device: torch.device) -> Where:
     if device.type != "cuda":
         return Where(device, 0, False)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return Where(device, stream, torch.cuda.is_current_stream_capturing())
+    # Without objects for stream and device, twice in each step.
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return Where(device, stream, torch._C._cuda_isCurrentStreamCapturing())
 
 
 _HERE: Final = nullcontext()
