@@ -242,6 +242,7 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
         ("-n 0 train a.txt", "--num-ranks must be 1 or more, got 0"),
         ("bench", "samo launch can start train and finetune only: samo launch -n 4 train"),
         ("", "samo launch can start train and finetune only"),
+        ("-n 2 notes.txt train a.txt", "unexpected 'notes.txt' before train"),
         ("train a.txt --steps 0", "steps must be 1 or more"),
         ("finetune m --data a --sparsity 0", "0 prunes nothing"),
     ],

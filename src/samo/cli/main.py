@@ -160,7 +160,11 @@ def parse(arguments: Sequence[str]) -> Command:
     if isinstance(command, Train | Finetune) and (command.config or command.resume):
         command = read(default=_run_defaults(kind, command))
     check_ranges(command)
-    return replace(command, command=launched) if isinstance(command, Launch) else command
+    if isinstance(command, Launch):
+        if command.command[0] != words[0]:
+            raise ConfigError(f"unexpected '{command.command[0]}' before {words[0]}")
+        return replace(command, command=launched)
+    return command
 
 
 def _with_several_values(kind: Any) -> Iterator[str]:
