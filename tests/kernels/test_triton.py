@@ -153,6 +153,9 @@ def test_a_plan_is_made_again_when_a_tensor_or_a_mask_has_changed(state: State) 
     changes += [{"mask": None}, {"dense": None}, {"grad": pruned.grad.float()}]
     changes += [{"dense": pruned.dense[::2]}, {"exp_avg": pruned.exp_avg[:-1]}]  # type: ignore[index]
     changes += [{"grad": pruned.grad[:-1]}, {"param": pruned.param[:-1]}]
+    for name in ("param", "grad", "dense"):  # of the same memory
+        tensor = getattr(pruned, name)
+        changes += [{name: tensor.view(2, -1).t()}, {name: tensor.view(torch.int16)}]
     for change in changes:
         changed = [*updates[:3], pruned._replace(**change)]
         assert tables.fingerprint(where, changed) != known, list(change)

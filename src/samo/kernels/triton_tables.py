@@ -171,6 +171,7 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
         places,
         [*map(Tensor.data_ptr, state), *map(Tensor.data_ptr, step), *map(Tensor.data_ptr, bits)],
         [*map(_nbytes, state), *map(_nbytes, grad), *map(_sizes, masks)],
-        [*map(_dtype, param), *map(_dtype, copies), *map(_dtype, grad)],
-        [*map(Tensor.is_contiguous, grad), *map(Tensor.get_device, grad)],
+        [*map(_dtype, param), *map(_dtype, grad), *map(_dtype, copies)],
+        # Another model may have had the same memory in another layout.
+        [*map(Tensor.is_contiguous, (*param, *grad, *copies)), *map(Tensor.get_device, grad)],
     ]
