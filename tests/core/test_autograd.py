@@ -355,6 +355,60 @@ def test_a_compiled_model_and_optimizer_train_as_masked_dense() -> None:
 
 @ignores_dynamo
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_what_cannot_be_compiled_while_gradients_are_held_runs_as_eager_code(weights: Any) -> None:
+    """Dynamo traces no parameter with a gradient of another dtype; ``fullgraph=True`` says so."""
+    torch._dynamo.reset()
+    model = compressed(weights=weights, dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+    model.compile(backend="aot_eager")
+    loss_of(model, X.bfloat16()).backward()
+    with torch.no_grad():  # another graph: validation before zero_grad
+        assert torch.equal(model(X.bfloat16()), model._call_impl(X.bfloat16()))
+    longer = torch.cat([X, X]).bfloat16()
+    before = [param.grad.clone() for param in model.parameters()]
+    loss_of(model, longer).backward()
+    added = [param.grad - old for param, old in zip(model.parameters(), before)]
+    assert all(change.count_nonzero() for change in added)
+
+
+@ignores_dynamo
+def test_a_step_of_samo_adamw_is_left_out_of_compiled_code() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for wrap in (lambda step: step, lambda step: torch.compile(step, backend="aot_eager")):
+        torch.manual_seed(0)
+        model = compressed()
+        opt = samo.AdamW(model.parameters(), lr=0.01)
+        run = wrap(opt.step)
+        for x in batches(3):
+            opt.zero_grad()
+            loss_of(model, x).backward()
+            run()
+        found.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")
+
+
+@ignores_dynamo
+def test_a_hook_on_a_vector_runs_in_compiled_code_too() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(12, 6), nn.LayerNorm(6))
+    samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
+    x, seen = X.bfloat16(), list[Tensor]()
+    run = torch.compile(model, backend="aot_eager")
+    loss_of(run, x).backward()
+    model[1].weight.register_hook(seen.append)
+    loss_of(run, x).backward()
+    assert [grad.shape for grad in seen] == [(6,)]
+    with torch.no_grad():  # gradients are not wanted, and nothing breaks the graph
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        for is_strict in (True, False):
+            program = torch.export.export(model, (x,), strict=is_strict).module()
+            torch.testing.assert_close(program(x), model(x))
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_compiled_code_sees_what_lbfgs_has_moved_inside_of_its_step(weights: Any) -> None:
     torch._dynamo.reset()
     model, dense = twins(mlp().double(), weights=weights)

@@ -83,7 +83,7 @@ def mask_variants() -> Iterator[Variant]:
     moves = [(dtype, dtype) for dtype in NAMES]
     for source, target in dict.fromkeys([*moves, *product(KINDS, KINDS)]):
         common = {"words": "*i32", "offsets": "*i64", "after": "*" + NAMES[source]}
-        common |= {"first": "i64", "num_pairs": "i64", "numel": "i64", "num_words": "i32"}
+        common |= {"first_offset": "i64", "num_pairs": "i64", "numel": "i64", "num_words": "i32"}
         types = common | {"dense": "*" + NAMES[source], "out": "*" + NAMES[target]}
         yield triton_masks.compress_by_slot_kernel, types, {"SLOTS": 256}, 1
         yield triton_masks.compress_by_entry_kernel, types, {}, 2
@@ -120,7 +120,7 @@ def check_writes() -> None:
     """
     driver.set_active(FakeDriver())
     words, entries = torch.zeros(128, dtype=torch.int32), torch.zeros(4096, dtype=torch.bfloat16)
-    mask = {"words": words, "offsets": words, "first": 64}
+    mask = {"words": words, "offsets": words, "first_offset": 64}
     for kernel, arguments, result in (
         (
             triton_masks.compress_by_slot_kernel,

@@ -365,7 +365,11 @@ def test_a_sparsity_that_keeps_nothing_of_a_tensor_is_refused() -> None:
     with pytest.raises(MaskError, match=r"sparsity 0\.9999 would keep none"):
         prune(model_of(torch.ones(1, 2), torch.ones(500, 500)), 0.9999, scope="erk")
     model = model_of(torch.randn(100) + 100, torch.randn(100), torch.zeros(10))
-    with pytest.raises(MaskError, match=r"of '1\.weight'; .*rules=\{'1.weight': 0.5\} or not with"):
+    message = (
+        r"none of the weights of '1\.weight', '2\.weight'; "
+        r".*rules=\{'1.weight': 0.5, '2.weight': 0.5\}, or leave out with skip=\['1.weight', '2.we"
+    )
+    with pytest.raises(MaskError, match=message):
         prune(model, 0.9, scope="global")
     masks = prune(model, 0.9, scope="global", rules={"1.weight": 0.5}, skip=["2.*"])
     assert [mask.kept for mask in masks.values()] == [10, 50]

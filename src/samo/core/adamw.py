@@ -126,6 +126,7 @@ class AdamW(Optimizer):
         """Number of steps skipped because a gradient was not finite; waits for the device."""
         return 0 if self._skipped is None else int(self._skipped[0])
 
+    @torch.compiler.disable  # it launches kernels by itself
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients; return the loss of ``closure``, if given."""
@@ -152,8 +153,8 @@ class AdamW(Optimizer):
 
         Small models are host-bound on this loop: it calls no function of Python that it need not.
         """
-        # The state of most parameters comes in their order. To look it up would cost more: tensors
-        # compute their hash in Python.
+        # Mostly, states are in the order of parameters. A look-up costs more: the hash of a tensor
+        # is a function of Python. A copy, since look-ups add states.
         states = self.state
         in_order = iter([*states.items()])
         owner, state_of_owner = next(in_order, (None, {}))
@@ -168,6 +169,10 @@ class AdamW(Optimizer):
                 is_sharded = type(param) is DTensor
                 if is_sharded:
                     sharded.append(param)
+                state: dict[str, Any] | None = None
+                if param is owner:
+                    state = state_of_owner
+                    owner, state_of_owner = next(in_order, (None, {}))
                 grad = param.grad
                 if grad is None:
                     continue
@@ -190,11 +195,7 @@ class AdamW(Optimizer):
                     mask = weight.layout.mask
                     if dense is not None:
                         batch.weights.append(weight)
-                state: dict[str, Any]
-                if param is owner:
-                    state = state_of_owner
-                    owner, state_of_owner = next(in_order, (None, {}))
-                else:
+                if state is None:
                     state = states[param]
                 if not state:
                     self._init_state(param, weight, group)
@@ -211,8 +212,8 @@ class AdamW(Optimizer):
                         dense,
                         mask,
                         state.get("age") if has_ages else None,
-                        state["exp_avg_scale"] if is_lean else None,
-                        state["exp_avg_sq_scale"] if is_lean else None,
+                        state.get("exp_avg_scale") if is_lean else None,
+                        state.get("exp_avg_sq_scale") if is_lean else None,
                     )
                 )
                 if is_sharded:
@@ -252,7 +253,7 @@ class AdamW(Optimizer):
                 2, dtype=torch.int64, device="cpu", pin_memory=self._skipped.is_cuda
             )
         self._skipped.add_(flag)
-        self._skipped[1].mul_(flag)
+        self._skipped[1].mul_(flag)  # a step that is done ends the row
         assert self._skipped_on_host is not None
         # Reads what an earlier step sent, so as not to wait for the device.
         num_skipped, num_in_a_row = self._skipped_on_host.tolist()

@@ -12,10 +12,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 from samo.errors import CompressionError
 from samo.kernels import Kernels
@@ -23,6 +28,9 @@ from samo.mask.mask import Mask
 
 if TYPE_CHECKING:
     from samo.core.weight import Weight
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Layout(NamedTuple):
@@ -96,6 +104,16 @@ def run_first(weight: Tensor) -> None:
         weight.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]
 
 
+def never_alone(function: _F) -> _F:
+    """Let the compiler trace a function as a part of its caller only, not by itself.
+
+    See Note [Eager weights in compiled frames] in `samo.core.streamed`.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def stream_on(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the stream of nodes made now, on which backward runs them.
 
@@ -111,9 +129,9 @@ def stream_on(device: torch.device) -> Callable[[], int]:
 Traced: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, str]
 """What compiled code reads from a weight: see `samo.core.traced`.
 
-The values, the resident weight, the mask's `Mask.packed`, and shape, strides and compute dtype as
-text, or "" while there are hooks. A plain tuple and one text, since every object and every name
-costs guards in every call.
+The values, the resident weight, the mask's `Mask.packed`, and a text: shape, strides and compute
+dtype, and "watched" while hooks want the dense gradient. A plain tuple and one text, since every
+object and every name costs guards in every call. ``dynamic_sources`` goes by the place of values.
 """
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samo.core.dense import DenseWeight
+from samo.core.dense import DenseWeight, never_alone
 from samo.core.shards import sharded_like, whole
 from samo.core.weight import Weight, weight_of
 from samo.errors import CompressionError, MaskError
@@ -258,6 +258,7 @@ def rebuild(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 
 def _property(name: str) -> property:
+    @never_alone
     def get(self: nn.Module) -> Any:
         try:
             weight, values = self.__dict__[WEIGHTS][name], self._parameters[name]

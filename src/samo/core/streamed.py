@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index, run_first
+from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index, never_alone, run_first
 from samo.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class StreamedWeight(Expansion, DenseWeight):
     """Whether gradients that reach it go on to the values."""
 
     @classmethod
+    @never_alone
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -241,8 +242,9 @@ class StreamedWeight(Expansion, DenseWeight):
 # Note [Eager weights in compiled frames]
 #
 # Where torch.compile breaks a graph, or gives up on a frame that it has recompiled too often, it
-# compiles the functions that eager code calls next, one by one: also those of this file. They must
-# not be traced with an eager weight, whose kernels are opaque.
+# compiles the functions that eager code calls next, one by one. They must not be traced with an
+# eager weight, whose kernels are opaque: `never_alone` keeps them, and what they call, as they are,
+# and `_call_eagerly` breaks the graph of a caller that has such a weight.
 
 
 @torch.compiler.disable

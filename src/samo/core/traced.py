@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
+
+# What compiled code calls, by its own name: else it would check in each call that torch is torch.
 from torch import Tensor, compiler, is_grad_enabled
 
 from samo.core.dense import Expand
@@ -69,8 +71,8 @@ def _track(*args: Any) -> Tensor:
 
 def track(values: Tensor, dense: Tensor | None, layout: TracedLayout, dtype: torch.dtype) -> Tensor:
     """Return the resident dense weight, or a new one, in the graph of the values."""
-    expand = Expand.apply if is_transformed() else _track
-    return expand(values, dense, layout, dtype)
+    apply = Expand.apply if is_transformed() else _track
+    return apply(values, dense, layout, dtype)
 
 
 @torch.compiler.assume_constant_result  # torch guards the transforms that it traces
@@ -153,12 +155,10 @@ def read(weight: Any, traced: Any) -> Any:
     ``traced`` is the `samo.core.dense.Traced` of the `Weight`. Resident weights are not refreshed
     here; optimizers, ``load_state_dict`` and ``.to()`` have done that already.
     """
-    values, dense, bitmap, about = traced
-    if not about:
+    values, dense, bitmap, text = traced
+    shape, strides, dtype, is_watched = _parsed(text)
+    if is_watched and is_grad_enabled() and not compiler._is_exporting_flag:
         return _read_eagerly(weight)
-    shape, strides, dtype = _parsed(about)
-    if bitmap is None and not shape:
-        return values.to(dtype)  # torch fuses the cast with what reads it
     if bitmap is None and values.dtype == dtype:
         return values
     layout = TracedLayout(shape, strides, bitmap, values.dtype)
@@ -170,11 +170,11 @@ def read(weight: Any, traced: Any) -> Any:
 
 
 @torch.compiler.assume_constant_result  # or every call would check the functions it uses
-def _parsed(about: str) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    """Return shape, strides and dtype from a text of `Weight.prepare_traced`."""
-    shape, strides, dtype = about.split("/")
-    sizes = torch.Size(map(int, shape.split()))
-    return sizes, tuple(map(int, strides.split())), getattr(torch, dtype)
+def _parsed(text: str) -> tuple[torch.Size, tuple[int, ...], torch.dtype, bool]:
+    """Return shape, strides, dtype and whether there are hooks."""
+    sizes, strides, dtype, watched = text.split("/")
+    shape = torch.Size(map(int, sizes.split()))
+    return shape, tuple(map(int, strides.split())), getattr(torch, dtype), watched == "watched"
 
 
 @torch.compiler.disable

@@ -69,7 +69,7 @@ class Weight:
 
     values: nn.Parameter
     dense: Tensor | None  # the copy of a resident weight
-    traced: Traced | None  # everything compiled code reads; None if the weight is ragged
+    traced: Traced | None  # what compiled code reads; None for a ragged weight, or a vector
     ragged: Traced | None  # the same for a ragged weight, whose length stays dynamic
     expansions: list[LiveExpansion]  # live expansions returned to callers, who may write to them
     mesh: DeviceMesh | None = None  # over which the values are sharded, if they ever were
@@ -222,12 +222,18 @@ class Weight:
     def prepare_traced(self) -> None:
         """Collect what compiled code reads."""
         shape, strides, mask, _, _, watchers = self.layout
-        sizes = "/" if self.is_vector else " ".join(map(str, (*shape, "/", *strides)))
-        about = (
-            "" if watchers or self.hooks else f"{sizes}/{str(self.dtype).removeprefix('torch.')}"
-        )
-        traced = (self.values, self.dense, None if mask is None else mask.packed, about)
-        self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
+        is_watched = bool(watchers or self.hooks)
+        self.traced = self.ragged = None
+        if self.is_vector and not is_watched:
+            return  # compiled code casts the parameter itself
+        sizes = " ".join(map(str, shape)), " ".join(map(str, strides))
+        words = (*sizes, str(self.dtype).removeprefix("torch."), "watched" if is_watched else "")
+        bitmap = None if mask is None else mask.packed
+        traced = (self.values, self.dense, bitmap, "/".join(words))
+        if self.is_ragged:
+            self.ragged = traced
+        else:
+            self.traced = traced
 
     def watch(self, watcher: Callable[[Tensor], None]) -> Callable[[], None]:
         """Call ``watcher`` with every dense gradient; return a function that removes it."""
@@ -484,13 +490,14 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
 # From a tensor to its weight --------------------------------------------------------------------
 
 _key: Final[Callable[[Tensor], int]] = object.__hash__
-"""Of a tensor's address, as ``id``, which calls Python wherever somebody audits it: filelock does,
-and with it each program that imports torch."""
+"""From the address, like ``id``, but no event for audit hooks: filelock has one, in Python, and
+Inductor imports filelock."""
 
 _WEIGHTS: Final[weakref.WeakValueDictionary[int, Weight]] = weakref.WeakValueDictionary()
 """From the keys of values to their weight. A key may be reused: `weight_of` looks at both."""
 
-# Its own ``get`` is a function of Python, which each step would call for each parameter.
+# The dict in it, of weak references: ``get`` of a WeakValueDictionary is a function of Python, and
+# called for each parameter in each step.
 _REFERENCES: Final[dict[int, weakref.ref[Weight]]] = _WEIGHTS.data  # type: ignore[attr-defined]
 
 ORIGINS: Final = WeakTensorKeyDictionary()

@@ -115,9 +115,9 @@ else:
     ) -> Tensor:
         dense = torch.empty(shape, dtype=dtype, device=values.device)
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
-        first, numel = num_words // 2, dense.numel()
+        first_offset, numel = num_words // 2, dense.numel()
         with device_of(values):
             wrap_triton(expand_kernel)[(blocks,)](
-                values, bitmap, bitmap, first, after, dense, numel, num_words, num_warps=2
+                values, bitmap, bitmap, first_offset, after, dense, numel, num_words, num_warps=2
             )
         return dense

@@ -154,11 +154,13 @@ def ranks_of(words, block, num_words):
 # compress and expand -----------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first"])
-def compress_by_slot_kernel(dense, words, offsets, first, out, num_pairs, SLOTS: tl.constexpr):
+@triton.jit(do_not_specialize=["first_offset", "num_pairs"])
+def compress_by_slot_kernel(
+    dense, words, offsets, first_offset, out, num_pairs, SLOTS: tl.constexpr
+):
     """Gather the kept entries of a block: [5, 6, 7, 8] with bits 1, 0, 0, 1 gives [5, 8].
 
-    ``first`` is the index of the first block's offset: operators give a `Mask.packed` twice, since
+    ``first_offset`` is the index of the first block's: operators give a `Mask.packed` twice, since
     a view of its offsets would cost the host time in each call.
     """
     block = tl.program_id(0).to(tl.int64)
@@ -167,7 +169,7 @@ def compress_by_slot_kernel(dense, words, offsets, first, out, num_pairs, SLOTS:
     low, high, ends, count = read_block(pairs, block, num_pairs)
     # Not in read_block: torch.compile would take all that a function reads for what is written to
     # an address that comes from it, and copy the mask before and after.
-    begin = tl.load(offsets + first + block)
+    begin = tl.load(offsets + first_offset + block)
     start = 0
     while start < count:  # not range(): numpy no longer lets the interpreter take a tensor there
         slots = start + tl.arange(0, SLOTS)
@@ -189,17 +191,17 @@ def compress_by_entry_kernel(dense, words, offsets, out, numel, num_words):
     tl.store(out + begin + ranks, convert(entries, out.dtype.element_ty), mask=is_kept)
 
 
-@triton.jit(do_not_specialize=["first"])
-def expand_kernel(values, words, offsets, first, after, dense, numel, num_words):
+@triton.jit(do_not_specialize=["first_offset"])
+def expand_kernel(values, words, offsets, first_offset, after, dense, numel, num_words):
     """Write values to the kept entries of a block, and 0 to the others.
 
-    Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8]. ``first`` is as for
+    Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8]. ``first_offset`` is as for
     `compress_by_slot_kernel`; ``after`` is not read: see ``operators.py``.
     """
     block = tl.program_id(0).to(tl.int64)
     is_kept, ranks = ranks_of(words, block, num_words)
     offsets = offsets.to(tl.pointer_type(tl.int64))  # operators give it as int32
-    begin = tl.load(offsets + first + block)
+    begin = tl.load(offsets + first_offset + block)
     entry = block * BLOCK_BITS + tl.arange(0, BLOCK_BITS)
     entries = tl.load(values + begin + ranks, mask=is_kept, other=0)
     tl.store(dense + entry, convert(entries, dense.dtype.element_ty), mask=entry < numel)

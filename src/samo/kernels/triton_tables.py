@@ -14,6 +14,7 @@ own, in its memory, and what they are copied from is kept.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -93,9 +94,10 @@ def numbers(where: Where, values: Sequence[float | Tensor]) -> tuple[Tensor | No
     The host does not read those that are tensors on the device.
     """
     if not any(issubclass(kind, Tensor) for kind in {*map(type, values)}):
-        if values.count(values[0]) == len(values):
-            return None, float(values[0])
-        return send(where, np.array(values, dtype=np.float64)), 0.0
+        known = [*map(float, values)]
+        if known.count(known[0]) == len(known):
+            return None, known[0]
+        return send(where, np.array(known)), 0.0
     distinct = {id(value): value for value in values}
     there = {
         key: value.double().reshape(())
@@ -103,7 +105,7 @@ def numbers(where: Where, values: Sequence[float | Tensor]) -> tuple[Tensor | No
         if isinstance(value, Tensor) and value.device == where.device
     }
     if not there:
-        return numbers(where, list(map(float, values)))
+        return numbers(where, [*map(float, values)])
     for key in distinct.keys() - there.keys():
         value = float(distinct[key])
         there[key] = torch.full((), value, dtype=torch.float64, device=where.device)
@@ -137,11 +139,12 @@ def are_aligned(addresses: Table) -> bool:
 def row_of(update: AdamWUpdate, size: int, first: int) -> tuple[int, ...]:
     """Return a parameter's row in the order of the kernels' columns, without the gradient."""
     param, remainder, _, exp_avg, exp_avg_sq, step, _, _, dense, mask, *others = update
-    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-    state = (param, remainder, exp_avg, exp_avg_sq, dense, words, offsets, step)
     num_words = 0 if mask is None else mask.words.numel()
-    addresses = [0 if part is None else part.data_ptr() for part in (*state, *others)]
-    return *addresses, size, num_words, first
+    words = 0 if mask is None else mask.packed.data_ptr()
+    offsets = words + 4 * num_words  # in the same tensor
+    tensors = (param, remainder, exp_avg, exp_avg_sq, dense, step, *others)
+    found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return *found[:5], words, offsets, *found[5:], size, num_words, first
 
 
 _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
@@ -155,17 +158,16 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
     kept alive. A small model waits for this in each step: ``map`` costs a third of a loop.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask, *others = zip(*updates)
-    optional = (remainder, dense, mask, *others)
+    optional = (mask, dense, remainder, *others)
     present = [[part for part in column if part is not None] for column in optional]
+    # Which updates have one; where all or none have, the number says it.
     places = [
         [part is None for part in column] if 0 < len(there) < len(updates) else len(there)
         for column, there in zip(optional, present)
     ]
-    _, copies, masks, *_ = present
-    bits = map(_packed, masks)  # one tensor is less to look at than two
-    state = [*param, *exp_avg, *exp_avg_sq]
-    for there in (present[0], copies, *present[3:]):
-        state += there
+    masks, copies, *_ = present
+    state = [*param, *exp_avg, *exp_avg_sq, *chain.from_iterable(present[1:])]
+    bits = map(_packed, masks)
     return [
         where,
         places,

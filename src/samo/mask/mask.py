@@ -79,7 +79,10 @@ class Mask:
 
     def to_bool(self) -> Tensor:
         """Return the mask as a boolean tensor of its shape, 1 byte per weight."""
-        return bitmap.unpack(self.words, 0, self.numel).view(self.shape)
+        words = self.words
+        if "packed" in self.__dict__:  # torch.export warns of a constant that is a part of a tensor
+            words = self.packed[: words.numel()]
+        return bitmap.unpack(words, 0, self.numel).view(self.shape)
 
     @cached_property
     def packed(self) -> Tensor:

@@ -111,7 +111,8 @@ def prune(
     for group in groups:
         for name in group.names:
             nonzero[name] = _check_values(name, parameters[name], is_read=method != "random")
-        _check_kept(group.names[0], group.kept, group)  # before SparseGPT changes anything
+        if not group.kept:  # before SparseGPT changes anything
+            raise _keeps_nothing(group, group.names[:1])
     warn_of_zeros(groups, nonzero, parameters)
     masks: dict[str, Mask] = {}
     if method == "wanda" or method == "sparsegpt":
@@ -121,8 +122,8 @@ def prune(
         for group in groups:
             masks |= _masks(parameters, group, method, seed)
     for group in groups:
-        for name in group.names:
-            _check_kept(name, masks[name].kept, group)
+        if empty := [name for name in group.names if not masks[name].kept]:
+            raise _keeps_nothing(group, empty)
     return Masks({name: masks[name] for name in parameters if name in masks})
 
 
@@ -164,12 +165,13 @@ def _masks(
     return {name: Mask(value.shape, words[name]) for name, value in values.items()}
 
 
-def _check_kept(name: str, kept: int, group: Group) -> None:
-    if kept == 0:
-        raise MaskError(
-            f"sparsity {group.sparsity} would keep none of the weights of '{name}'; prune it "
-            f"less with rules={{'{name}': 0.5}} or not with skip=['{name}']"
-        )
+def _keeps_nothing(group: Group, empty: Sequence[str]) -> MaskError:
+    rules = ", ".join(f"'{name}': 0.5" for name in empty)
+    return MaskError(
+        f"sparsity {group.sparsity} would keep none of the weights of "
+        f"{', '.join(map(repr, empty))}; prune less there with rules={{{rules}}}, or leave out "
+        f"with skip={[*empty]}"
+    )
 
 
 def _check_values(name: str, dense: Tensor, *, is_read: bool = True) -> int:
