@@ -161,8 +161,8 @@ def parse(arguments: Sequence[str]) -> Command:
         command = read(default=_run_defaults(kind, command))
     check_ranges(command)
     if isinstance(command, Launch):
-        if command.command[0] != words[0]:
-            raise ConfigError(f"unexpected '{command.command[0]}' before {words[0]}")
+        if before := command.command[:-1]:
+            raise ConfigError(f"unexpected '{before[0]}' before {words[0]}")
         return replace(command, command=launched)
     return command
 
