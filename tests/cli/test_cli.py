@@ -196,6 +196,18 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     assert not list(here.glob("runs/*/run.json"))
 
 
+def test_ctrl_c_while_the_report_is_made_says_that_the_run_is_complete(
+    here: Path, type_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("samo.report.page.write_report", interrupted)
+    shown = type_in(TRAIN, 130).out
+    assert "the run is complete; samo report runs/notes makes its report" in shown
+    assert "is complete; extend it" in type_in("train --resume runs/notes").out
+
+
 def test_train_resume_report_inspect_and_prune(here: Path, type_in: Any) -> None:
     shown = type_in(TRAIN).out
     for part in ("step 6/6  samo    loss", "pruned 90 %", "validation loss", "tokens/s", "left"):

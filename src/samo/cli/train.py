@@ -49,7 +49,11 @@ def run(command: Train | Finetune) -> int:
     if result is None:
         return 0
     if is_first_rank():
-        _summarise(console, result)
+        try:
+            _summarise(console, result)
+        except KeyboardInterrupt:  # training has ended, and with it the handling of signals
+            say(console, f"the run is complete; samo report {result.folder} makes its report")
+            return 130
     return 0 if result.signal is None else 128 + result.signal
 
 
