@@ -181,7 +181,7 @@ def sparse(folder: Path) -> None:
         (save_model, "--method wanda", 2, "--method wanda needs text to calibrate on: --calib"),
         (save_model, "--scope owl", 2, "--scope owl needs text to calibrate on"),
         (save_model, "--calibration notes.txt", 2, "--calibration has no effect with --method mag"),
-        (save_model, "--sparsity 0.9999", 2, ".weight'; prune it less with --rules model.lay"),
+        (save_model, "--sparsity 0.9999", 2, ".weight'; prune less there with --rules model"),
         (save_model, f"{WANDA} --out notes.txt", 2, "'notes.txt' exists; choose another name w"),
         (save_model, f"{WANDA} --out no/folder/m", 2, "--out must be in an existing folder"),
         (save_model, "--sparsity 0.5 --device cuda", 2, "--device cuda needs a GPU"),

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 from benchmarks.plan_check import bench
-from benchmarks.plan_check.bench import h200_rows, has_streamed_copies, predict_row
+from benchmarks.plan_check.bench import copies_of, h200_rows, predict_row
 from hypothesis import given, settings, strategies as st
 
 from samo.models.shapes import GPTConfig
@@ -28,7 +28,7 @@ def row_id(row: dict[str, Any]) -> str:
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_state_and_peak_are_those_of_an_h200(row: dict[str, Any]) -> None:
     memory = peak(*predict_row(row))
-    copies = memory.state["dense"] if has_streamed_copies(row) else 0.0
+    copies = copies_of(row)
     if row["name"] != "flashoptim":  # which keeps small tensors in fp32
         state = memory.state_bytes - copies
         assert state == pytest.approx(row["figures"]["state_bytes"], rel=0.002)

@@ -76,9 +76,19 @@ def pruning(model: Path | None = None) -> Iterator[None]:
 
 def _in_flags(error: Exception) -> str:
     """Return a message of `samo.prune` with flags in place of its arguments."""
-    text = re.sub(r"rules=\{'([^']*)': ([^}]*)\}", r"--rules \1 \2", str(error))
-    text = re.sub(r"skip=\['([^']*)'\]", r"--skip \1", text)
+    text = re.sub(r"rules=\{([^}]*)\}", lambda found: f"--rules {_bare(found[1])}", str(error))
+    text = re.sub(r"skip=\[([^]]*)\]", lambda found: f"--skip {_bare(found[1])}", text)
     return re.sub(r"\b(method|scope)='([^']*)'", r"--\1 \2", text)
+
+
+def _bare(listed: str) -> str:
+    """Return the inside of a list or dict as it is typed after a flag.
+
+    Example:
+        >>> _bare("'a.b': 0.5, 'c': 0.5")
+        'a.b 0.5 c 0.5'
+    """
+    return re.sub(r"[',]|:(?= )", "", listed)
 
 
 def _ranges(hint: Any) -> Iterator[Range]:
