@@ -4,6 +4,7 @@ import copy
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -405,6 +406,80 @@ def test_a_hook_on_a_vector_runs_in_compiled_code_too() -> None:
         for is_strict in (True, False):
             program = torch.export.export(model, (x,), strict=is_strict).module()
             torch.testing.assert_close(program(x), model(x))
+
+
+@ignores_dynamo
+def test_hooks_that_are_removed_cost_compiled_code_nothing() -> None:
+    torch._dynamo.reset()
+    model = compressed(dtype=torch.bfloat16)
+    seen: list[Tensor] = []
+    handles = [param.register_hook(seen.append) for param in (model[0].weight, model[0].bias)]
+    for handle in handles:
+        handle.remove()
+    x = X.bfloat16()
+    loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), x).backward()
+    assert not seen
+    model[0].weight.register_hook(seen.append)
+    loss_of(torch.compile(model, backend="aot_eager"), x).backward()
+    assert [grad.shape for grad in seen] == [model[0].weight.shape]
+
+
+class Through(nn.Linear):
+    """Gives its weight to a function of the caller."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(12, 12, bias=False)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("is_inside", [True, False], ids=["compiled function", "eager function"])
+def test_weights_pass_between_eager_and_compiled_code(weights: Any, is_inside: bool) -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    wrap = partial(torch.compile, backend="aot_eager") if is_inside else torch.compiler.disable
+    model, dense = twins(nn.Sequential(Through(function)), weights=weights)
+    model[0].function = wrap(function)
+    run = model if is_inside else torch.compile(model, backend="aot_eager")
+    for rows in (3, 5):  # the second one with gradients of the first
+        for net in (run, dense):
+            net(X[:rows]).square().sum().backward()
+        with torch.no_grad():
+            assert torch.equal(run(X[:rows]), dense(X[:rows]))
+        assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
+
+
+class Viewed(nn.Linear):
+    is_broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t()
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return x @ weight
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("is_broken", [False, True], ids=["one graph", "two graphs"])
+def test_a_view_of_a_resident_weight_gets_its_gradient_within_one_graph(is_broken: bool) -> None:
+    """See docs/limits.md."""
+    torch._dynamo.reset()
+    start = Viewed(12, 12)
+    start.is_broken = is_broken
+    model, dense = twins(nn.Sequential(start))
+    for net in (torch.compile(model, backend="aot_eager"), dense):
+        net(X).square().sum().backward()
+    if is_broken:
+        assert model[0].weight.grad is None
+    else:
+        assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
 
 
 @ignores_dynamo

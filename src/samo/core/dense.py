@@ -184,6 +184,8 @@ class DenseWeight(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return None  # a compiler copies what it has been given
         weight = self._weight
         grad = weight.values.grad
         return None if grad is None else weight.layout.expand(grad.detach(), grad.dtype)
@@ -218,8 +220,10 @@ class DenseWeight(Tensor):
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Register a hook that stays after writes to the weight, ``.to()`` and new masks."""
         handle = super().register_hook(hook)  # type: ignore[no-untyped-call]
-        self._weight.hooks = self._backward_hooks
-        self._weight.prepare_traced()
+        weight = self._weight
+        weight.hooks = self._backward_hooks
+        weight.prepare_traced()
+        handle.remove = partial(_remove, handle.remove, self._samo_weight)
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -227,6 +231,13 @@ class DenseWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _remove(remove: Callable[[], None], weight: weakref.ref[Weight]) -> None:
+    """Remove a hook, for compiled code too."""
+    remove()
+    if (owner := weight()) is not None:
+        owner.prepare_traced()
 
 
 def as_dense_weight(tensor: Tensor, weight: Weight) -> DenseWeight:

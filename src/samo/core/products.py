@@ -132,6 +132,8 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
         if is_transformed():
             return None
     else:
+        if type(layout) is not Layout:
+            return None  # an expansion that compiled code has returned
         if type(x) not in (Tensor, nn.Parameter) or forward_ad._current_level >= 0:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
