@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import io
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -866,6 +868,20 @@ def test_rows_that_depend_on_the_data_are_exported(weights: Any) -> None:
     model, _ = twins(nn.Sequential(Routed(12, 12)), weights=weights)
     program = torch.export.export(model, (X,), strict=True)
     torch.testing.assert_close(program.module()(-X), model(-X))
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_an_exported_model_is_saved_without_warnings(weights: Any) -> None:
+    """As torch gives for a mask whose words are a part of a larger tensor."""
+    model, _ = twins(nn.Sequential(nn.Linear(12, 12)), weights=weights)
+    program, file = torch.export.export(model, (X,)), io.BytesIO()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.export.save(program, file)
+        file.seek(0)
+        loaded = torch.export.load(file).module()
+    assert not [each for each in seen if "complete tensor" in str(each.message)]
+    torch.testing.assert_close(loaded(X), model(X))
 
 
 class Signed(nn.Linear):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -135,6 +136,14 @@ def test_tables_are_sent_again_only_when_something_changes() -> None:
     assert sends([update._replace(lr=update.lr / 2) for update in updates]) == 1
     # One rate for all, and one decay, are handed over with the launch.
     assert sends([update._replace(lr=0.5, weight_decay=0.0) for update in updates]) == 0
+
+
+def test_rates_that_differ_by_less_than_their_types_are_not_taken_for_one() -> None:
+    where = tables.where_of(torch.zeros(1, device=DEVICE).device)
+    assert tables.numbers(where, [0.1, np.float64(0.1)]) == (None, 0.1)
+    rates, _ = tables.numbers(where, [np.float16(0.1), 0.1])  # equal, as numpy compares them
+    assert rates is not None
+    assert rates.tolist() == [float(np.float16(0.1)), 0.1]
 
 
 @pytest.mark.parametrize("state", STATES)
